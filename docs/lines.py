@@ -1,0 +1,19 @@
+#!/usr/bin/env python3
+"""The project's files in reading order, with their lines, for the README."""
+import pathlib
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+FILES = {
+    "vlm.h": "the contract: sizes, errors, model, the Device table, the engine",
+    "vlm.c": "the engine: model file, memory plan, vision tower, language model, KV blocks, scheduler, step",
+    "vlm_cpu.c": "the operations in C: the reference device",
+    "image.c": "bytes of a picture -> upright RGB -> resized -> patches",
+    "tokenizer.c": "text <-> ids, chat template",
+    "chat.c": "the command line and the chat",
+    "weights_export.py": "Hugging Face checkpoint -> one .vlm file",
+    "tiny/train.py": "how the small model was trained",
+    "test/ops.c": "every operation against double precision: what a port must pass",
+    "test/engine.c": "random schedules: same bytes, nothing lost",
+}
+for name, what in FILES.items():
+    print(f"{name:18} {len((ROOT / name).read_text().splitlines()):5}  {what}")
