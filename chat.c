@@ -495,8 +495,7 @@ static void session_close(Session *s) {
 
 typedef struct Picture {
     Image image;
-    char *path;     // absolute; NULL when it came inside a data: URL
-    double seconds; // to decode and resize
+    char *path; // absolute; NULL when it came inside a data: URL
 } Picture;
 
 static void picture_free(Picture *p) {
@@ -507,9 +506,7 @@ static void picture_free(Picture *p) {
 
 static Picture *picture_decode(Session *s, const void *bytes, size_t n, Error *err) {
     Picture *p = need(calloc(1, sizeof *p));
-    double start = now_seconds();
     if (!image_load(&s->image, &s->work, bytes, n, &p->image, err)) return free(p), NULL;
-    p->seconds = now_seconds() - start;
     return p;
 }
 
@@ -833,12 +830,35 @@ static json_t *logprobs_json(const Answer *a, int top) {
     return list;
 }
 
-static json_t *timings_json(const Session *s, const Conversation *c, const Receipt *r) {
-    double images = 0;
-    for (int i = 0; i < c->n; i++) images += c->pictures[i]->seconds;
-    return json_pack("{s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f}", "load", s->load_seconds * 1e3, "image",
-                     images * 1e3, "queue", r->queue, "vision", r->vision, "prefill", r->prefill, "first_token",
+static json_t *timings_json(const Session *s, const Receipt *r) {
+    return json_pack("{s:f, s:f, s:f, s:f, s:f, s:f}", "load", s->load_seconds * 1e3, "queue", r->queue, "first_token",
                      r->first, "decode", r->decode, "total", r->total, "tokens_per_second", r->rate);
+}
+
+// What each stage took: milliseconds, the bytes that it filled, and how much of it a cache has saved.
+static json_t *receipt_json(const Session *s, const Conversation *c, const Answer *a, const Receipt *r) {
+    MemoryMap map;
+    engine_map(s->engine, &map);
+    size_t token = map.owners[OWNER_KV].bytes / map.blocks / KV_BLOCK,
+           row = s->model->config.text.hidden * sizeof(float);
+    double decode = 0, resize = 0;
+    size_t decode_bytes = 0, resize_bytes = 0;
+    for (int i = 0; i < c->n; i++) {
+        const Image *im = &c->pictures[i]->image;
+        decode += im->decode_seconds * 1e3, resize += im->resize_seconds * 1e3;
+        decode_bytes = im->decode_bytes > decode_bytes ? im->decode_bytes : decode_bytes;
+        resize_bytes += (size_t)im->width * im->height * 3;
+    }
+    return json_pack(
+        "{s:{s:f}, s:{s:f, s:I}, s:{s:f, s:I}, s:{s:f, s:I, s:i, s:i}, s:{s:f, s:I, s:i, s:i}, s:{s:f, s:I, s:i}}", //
+        "queue", "ms", r->queue,                                                                                    //
+        "picture_decode", "ms", decode, "bytes", (json_int_t)decode_bytes,                                          //
+        "picture_resize", "ms", resize, "bytes", (json_int_t)resize_bytes,                                          //
+        "vision", "ms", r->vision, "bytes", (json_int_t)(r->image * row), "computed", a->seq->vision_runs, "from_cache",
+        a->seq->image_hits, //
+        "prefill", "ms", r->prefill, "bytes", (json_int_t)((r->prompt - r->cached) * token), "computed",
+        r->prompt - r->cached, "from_cache", r->cached, //
+        "decode", "ms", r->decode, "bytes", (json_int_t)(r->written * token), "computed", r->written);
 }
 
 static json_t *bytes_json(const Session *s) {
@@ -865,7 +885,8 @@ static json_t *answer_json(const Session *s, const Conversation *c, const Answer
     json_object_set_new(out, "cached_tokens", json_integer(r.cached));
     if (s->settings->logprobs >= 0) json_object_set_new(out, "logprobs", logprobs_json(a, s->settings->logprobs));
     json_object_set_new(out, "seed", json_integer((json_int_t)a->seed));
-    json_object_set_new(out, "timings", timings_json(s, c, &r));
+    json_object_set_new(out, "timings", timings_json(s, &r));
+    json_object_set_new(out, "receipt", receipt_json(s, c, a, &r));
     json_object_set_new(out, "bytes", bytes_json(s));
     return out;
 }

@@ -13,6 +13,7 @@
 #include <openssl/evp.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #if defined __has_include
 #if __has_include(<sanitizer/asan_interface.h>)
@@ -829,7 +830,14 @@ size_t image_workspace(const ImageConfig *config) {
 }
 
 // image_load() in the workspace as it comes.
+static double seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
 static bool load(const ImageConfig *config, Workspace *work, const uint8_t *bytes, size_t n, Image *out, Error *err) {
+    double start = seconds();
     Format format = sniff(bytes, n, err);
     if (format == UNKNOWN) return false;
     Scan s = {.orientation = 1, .limit = config->max_source_pixels};
@@ -853,10 +861,14 @@ static bool load(const ImageConfig *config, Workspace *work, const uint8_t *byte
         if (!rgb) return no_room(err);
         upright(&d, s.orientation, config->background, rgb);
     }
+    double decoded = seconds();
     out->pixels = malloc(3 * (size_t)out->width * out->height);
     if (!out->pixels) return fail(err, 500, "the machine has no memory for the resized picture");
     if (!resize(work, rgb, out->source_width, out->source_height, out)) return no_room(err);
-    return image_key(config, out) || fail(err, 500, "the picture's hash cannot be computed");
+    if (!image_key(config, out)) return fail(err, 500, "the picture's hash cannot be computed");
+    out->decode_seconds = decoded - start, out->resize_seconds = seconds() - decoded;
+    out->decode_bytes = work->used;
+    return true;
 }
 
 bool image_load(const ImageConfig *config, Workspace *work, const void *bytes, size_t n, Image *out, Error *err) {

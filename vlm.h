@@ -112,10 +112,12 @@ typedef struct Workspace {
 
 // A picture ready for the vision tower. Owns `pixels`.
 typedef struct Image {
-    uint8_t *pixels;                 // (height, width, 3); NULL: a shape, for the null device
-    int width, height;               // resized: multiples of patch * merge
-    int source_width, source_height; // as in the file, upright
-    uint8_t key[32];                 // SHA-256 over pixels, shape and settings: equal keys, equal pictures
+    uint8_t *pixels;                       // (height, width, 3); NULL: a shape, for the null device
+    int width, height;                     // resized: multiples of patch * merge
+    int source_width, source_height;       // as in the file, upright
+    uint8_t key[32];                       // SHA-256 over pixels, shape and settings: equal keys, equal pictures
+    double decode_seconds, resize_seconds; // file -> upright RGB; RGB -> pixels and key
+    size_t decode_bytes;                   // of the workspace, at most
 } Image;
 
 // Rows, columns of patches and their product.

@@ -202,10 +202,10 @@ static void cpu_rmsnorm(void *out, Dtype type, const float *x, const float *weig
 // ---------------------------------------------------------------------------------------------
 // linear
 //
-// One micro-kernel: MR rows of x times NR rows of w, both contiguous along K, in steps of 64 bytes.
-// Each of the MR * NR outputs has its own 16 lanes, so a tile of any shape adds in the same order.
-// Weights stay row-major: a decode step streams each byte once, a prefill reads a row once per TB rows
-// of x, which stay in the second-level cache.
+// One micro-kernel: `rows` rows of x times `cols` rows of w, both contiguous along K, in steps of 64 bytes. Each
+// output has its own 16 lanes, so a tile of any shape adds in the same order: MR x NR where there are rows
+// enough, 1 x MR NR for the rest and for decoding. Weights stay row-major: a decode step streams each byte once,
+// a prefill reads a row once per TB rows of x, which stay in the second-level cache.
 
 enum { TB = 64 };
 #if defined(__AVX512F__)
@@ -213,6 +213,7 @@ enum { MR = 4, NR = 4 }; // 16 sums and 8 operands in 32 registers
 #else
 enum { MR = 2, NR = 2 }; // 4 sums of two registers and their operands in 16
 #endif
+enum { SUMS = MR * NR };
 
 // 64 bytes of x times 64 bytes of w, added lane by lane: 16 products of f32, or 32 of bf16, where lane i
 // adds element 2i + 1, then 2i, as the instruction vdpbf16ps does.
@@ -243,71 +244,96 @@ typedef struct Linear { // the arguments of linear, for the tiles
     bool accumulate;
 } Linear;
 
+// The lanes of all sums of a tile, each added as v_sum does it: halves of two vectors make one, until one is left.
+INLINE void tile_sums(const f32x16 *s, float *out) {
+    if ((int)SUMS != (int)LANES) {
+        for (int i = 0; i < SUMS; i++) out[i] = v_sum(s[i]);
+        return;
+    }
+#define HALVES(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+    f32x16 x[LANES / 2];
+    for (int i = 0; i < 8; i++)
+        x[i] = HALVES(s[2 * i], s[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               HALVES(s[2 * i], s[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    for (int i = 0; i < 4; i++)
+        x[i] = HALVES(x[2 * i], x[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+               HALVES(x[2 * i], x[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    for (int i = 0; i < 2; i++)
+        x[i] = HALVES(x[2 * i], x[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+               HALVES(x[2 * i], x[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+    v_store(out, HALVES(x[0], x[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+                     HALVES(x[0], x[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
+#undef HALVES
+}
+
 INLINE void linear_tile(const Linear *a, Dtype type, int t, int n, int rows, int cols) {
-    f32x16 sum[MR][NR];
-    const char *x[MR], *w[NR];
+    f32x16 sum[SUMS] = {0};
+    const char *x[MR], *w[SUMS];
     for (int i = 0; i < rows; i++) x[i] = a->x + (size_t)(t + i) * a->row_bytes;
     for (int j = 0; j < cols; j++) w[j] = a->w + (size_t)(n + j) * a->row_bytes;
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < cols; j++) sum[i][j] = (f32x16){0};
-
     size_t k = 0, whole = a->row_bytes / 64 * 64, rest = a->row_bytes - whole;
     for (; k < whole; k += 64) {
-        i32x16 xv[MR], wv[NR];
+        i32x16 xv[MR];
         for (int i = 0; i < rows; i++) xv[i] = load_bytes(x[i] + k, 64);
-        for (int j = 0; j < cols; j++) wv[j] = load_bytes(w[j] + k, 64);
-        for (int i = 0; i < rows; i++)
-            for (int j = 0; j < cols; j++) sum[i][j] = dot_step(type, xv[i], wv[j], sum[i][j]);
+        for (int j = 0; j < cols; j++) {
+            i32x16 wv = load_bytes(w[j] + k, 64);
+            for (int i = 0; i < rows; i++) sum[i * cols + j] = dot_step(type, xv[i], wv, sum[i * cols + j]);
+        }
     }
-    if (rest)
-        for (int i = 0; i < rows; i++)
-            for (int j = 0; j < cols; j++)
-                sum[i][j] = dot_step(type, load_bytes(x[i] + k, rest), load_bytes(w[j] + k, rest), sum[i][j]);
+    for (int i = 0; rest && i < rows; i++)
+        for (int j = 0; j < cols; j++)
+            sum[i * cols + j] =
+                dot_step(type, load_bytes(x[i] + k, rest), load_bytes(w[j] + k, rest), sum[i * cols + j]);
 
+    float y[SUMS];
+    if (rows * cols == SUMS)
+        tile_sums(sum, y);
+    else
+        for (int i = 0; i < rows * cols; i++) y[i] = v_sum(sum[i]);
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < cols; j++) {
             size_t o = (size_t)(t + i) * a->N + n + j;
-            float y = v_sum(sum[i][j]) + (a->bias ? a->bias[n + j] : 0.0f);
-            if (a->accumulate) y += ((float *)a->out)[o];
-            if (a->out_type == F32)
-                ((float *)a->out)[o] = y;
+            float v = y[i * cols + j] + (a->bias ? a->bias[n + j] : 0.0f);
+            if (a->accumulate)
+                ((float *)a->out)[o] += v;
+            else if (a->out_type == F32)
+                ((float *)a->out)[o] = v;
             else
-                ((bf16 *)a->out)[o] = f32_to_bf16(y);
+                ((bf16 *)a->out)[o] = f32_to_bf16(v);
         }
 }
 
-// Rows t .. t_end of the outputs n .. n + cols.
-INLINE void linear_strip(const Linear *a, Dtype type, int t, int t_end, int n, int cols) {
-    for (; t + MR <= t_end; t += MR) linear_tile(a, type, t, n, MR, cols);
-    for (; t < t_end; t++) linear_tile(a, type, t, n, 1, cols);
-}
-
-static void linear_block(const Linear *a, int t, int t_end, int n, int n_end) {
-    for (; n + NR <= n_end; n += NR) {
-        if (a->type == F32)
-            linear_strip(a, F32, t, t_end, n, NR);
-        else
-            linear_strip(a, BF16, t, t_end, n, NR);
+// Rows t .. t_end of the outputs n .. n_end, of which there are at most SUMS.
+INLINE void linear_block(const Linear *a, Dtype type, int t, int t_end, int n, int n_end) {
+    for (; t + MR <= t_end; t += MR) {
+        int j = n;
+        for (; j + NR <= n_end; j += NR) linear_tile(a, type, t, j, MR, NR);
+        for (; j < n_end; j++)
+            for (int i = 0; i < MR; i++) linear_tile(a, type, t + i, j, 1, 1);
     }
-    for (; n < n_end; n++) {
-        if (a->type == F32)
-            linear_strip(a, F32, t, t_end, n, 1);
+    for (; t < t_end; t++)
+        if (n_end - n == SUMS)
+            linear_tile(a, type, t, n, 1, SUMS);
         else
-            linear_strip(a, BF16, t, t_end, n, 1);
-    }
+            for (int j = n; j < n_end; j++) linear_tile(a, type, t, j, 1, 1);
 }
 
 static void cpu_linear(void *out, Dtype out_type, const void *x, const void *w, Dtype type, const float *bias, int T,
                        int N, int K, bool accumulate) {
     assert(!accumulate || out_type == F32);
     Linear a = {out, x, w, bias, (size_t)K * dtype_bytes(type), N, type, out_type, accumulate};
-    enum { NB = 16 }; // outputs a thread takes at a time
-    int blocks = (N + NB - 1) / NB;
+    int blocks = (N + SUMS - 1) / SUMS;
 #pragma omp parallel if ((size_t)T * N * K > PARALLEL_MACS)
     for (int t = 0; t < T; t += TB) {
         int t_end = t + TB < T ? t + TB : T;
 #pragma omp for schedule(static) nowait
-        for (int b = 0; b < blocks; b++) linear_block(&a, t, t_end, b * NB, (b + 1) * NB < N ? (b + 1) * NB : N);
+        for (int b = 0; b < blocks; b++) {
+            int n = b * SUMS, n_end = n + SUMS < N ? n + SUMS : N;
+            if (type == F32)
+                linear_block(&a, F32, t, t_end, n, n_end);
+            else
+                linear_block(&a, BF16, t, t_end, n, n_end);
+        }
     }
 }
 

@@ -236,16 +236,17 @@ def test_json_fields(circle):
     a = answer("-i", circle, "-p", PROMPT, "-n", "8", "--logprobs", "2")
     assert set(a) == {"text", "token_ids", "finish_reason", "prompt_tokens", "image_tokens", "completion_tokens",
                       "cached_tokens",
-                      "logprobs", "seed", "timings", "bytes"}
+                      "logprobs", "seed", "timings", "receipt", "bytes"}
     assert isinstance(a["text"], str) and a["finish_reason"] in ("stop", "length")
     assert len(a["token_ids"]) == a["completion_tokens"] == len(a["logprobs"]) <= 8
     assert all(isinstance(i, int) for i in a["token_ids"])
     assert 0 < a["image_tokens"] < a["prompt_tokens"] and a["cached_tokens"] == 0
     assert 0 <= a["seed"] < 2**53
-    assert set(a["timings"]) == {"load", "image", "queue", "vision", "prefill", "first_token", "decode", "total",
-                                 "tokens_per_second"}
+    assert set(a["timings"]) == {"load", "queue", "first_token", "decode", "total", "tokens_per_second"}
+    assert set(a["receipt"]) == {"queue", "picture_decode", "picture_resize", "vision", "prefill", "decode"}
+    assert all(math.isfinite(v) and v >= 0 for stage in a["receipt"].values() for v in stage.values())
     assert all(math.isfinite(t) and t >= 0 for t in a["timings"].values())
-    assert a["timings"]["image"] > 0 and a["timings"]["total"] >= a["timings"]["first_token"] > 0
+    assert a["receipt"]["picture_decode"]["ms"] > 0 and a["timings"]["total"] >= a["timings"]["first_token"] > 0
     assert list(a["bytes"]) == OWNERS
     assert all(0 <= b["used"] <= b["peak"] for b in a["bytes"].values())
     assert "logprobs" not in answer("-p", PROMPT, "-n", "2")
