@@ -21,7 +21,7 @@ TESTS  := $(patsubst test/%.c,$(BUILD)/test_%,$(wildcard test/*.c))
 FUZZ   := $(patsubst test/fuzz/%.c,build/fuzz/fuzz_%,$(wildcard test/fuzz/*.c))
 PYTEST  = VLM_BUILD=$(BUILD) $(PY) -m pytest -q
 
-.PHONY: all chat test tests asan tsan parity fuzz docs setup venv help clean
+.PHONY: all chat test tests asan tsan parity fuzz simulate docs setup venv help clean
 .DELETE_ON_ERROR:
 
 all: setup ## build ./vlm (the default)
@@ -56,13 +56,13 @@ test: all venv ## build and run every test
 	$(PYTEST) --ignore=test/parity test
 
 asan: setup venv ## the tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	@$(MAKE) --no-print-directory BUILD=build/asan SANITIZE=address,undefined CFLAGS="-O1 -march=native" tests
-	VLM_SCHEDULES=20 VLM_BUILD=build/asan $(PY) -m pytest -q --ignore=test/parity test
+	@$(MAKE) --no-print-directory BUILD=build/asan SANITIZE=address,undefined CFLAGS="-O2 -march=native" tests
+	VLM_SCHEDULES=10000 VLM_BUILD=build/asan $(PY) -m pytest -q --ignore=test/parity test
 
 tsan: venv ## the threads under ThreadSanitizer (clang, whose OpenMP tells the sanitizer of its barriers)
 	@sh test/setup.sh clang libomp-dev
 	@$(MAKE) --no-print-directory BUILD=build/tsan CC=clang SANITIZE=thread CFLAGS="-O1 -march=native" tests
-	TSAN_OPTIONS=ignore_noninstrumented_modules=1 VLM_SCHEDULES=5 VLM_BUILD=build/tsan $(PY) -m pytest -q test/test_programs.py
+	TSAN_OPTIONS=ignore_noninstrumented_modules=1 VLM_SCHEDULES=250 VLM_BUILD=build/tsan $(PY) -m pytest -q test/test_programs.py
 
 parity: all venv ## compare every stage with Hugging Face transformers, live
 	$(PY) -m pip install -q --disable-pip-version-check -r test/parity-requirements.txt
@@ -74,8 +74,11 @@ fuzz: ## damaged pictures, for SECONDS each (clang's libFuzzer)
 	@$(MAKE) --no-print-directory $(FUZZ)
 	for f in $(FUZZ); do mkdir -p $$f.corpus && ./$$f -max_total_time=$(SECONDS) -print_final_stats=1 $$f.corpus || exit 1; done
 
-docs: all ## rewrite what the documents quote from commands
-	python3 docs/generate.py
+simulate: all ## the loads that kill large engines, at full scale, on the null device
+	python3 test/simulate.py
+
+docs: all ## rewrite what the documents quote from commands (ARGS=--all: slow ones too)
+	python3 docs/generate.py $(ARGS)
 
 setup:
 	@sh test/setup.sh

@@ -2,7 +2,8 @@
 """Rewrite the blocks of the documents that come from commands.
 
     python docs/generate.py           rewrite README.md and docs/*.md
-    python docs/generate.py --check   exit 1 and say which block is out of date
+    python docs/generate.py --all     those of slow commands too, which are marked with $$
+    python docs/generate.py --check   exit 1 and say which document is out of date
 
 A block is a comment with the command, then a fence; the command runs in the project's folder:
 
@@ -10,6 +11,8 @@ A block is a comment with the command, then a fence; the command runs in the pro
     ```
     ...
     ```
+
+A table in Markdown stands between the comment and <!-- end --> instead.
 """
 import pathlib
 import re
@@ -17,7 +20,7 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-BLOCK = re.compile(r"(<!-- \$ (.*?) -->\n```\w*\n).*?(```)", re.S)
+BLOCK = re.compile(r"(<!-- (\$\$?) (.*?) -->\n(?:```\n)?)(.*?)(```\n|<!-- end -->)", re.S)
 
 
 def output(command):
@@ -33,7 +36,8 @@ def main():
         if not path.exists():
             continue
         text = path.read_text()
-        fresh = BLOCK.sub(lambda m: m[1] + output(m[2]) + m[3], text)
+        slow = "--all" in sys.argv
+        fresh = BLOCK.sub(lambda m: m[1] + (m[4] if m[2] == "$$" and not slow else output(m[3])) + m[5], text)
         if fresh != text:
             stale.append(path.relative_to(ROOT))
             if "--check" not in sys.argv:

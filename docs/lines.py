@@ -6,10 +6,12 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 FILES = {
     "vlm.h": "the contract: sizes, errors, model, the Device table, the engine",
     "vlm.c": "the engine: model file, memory plan, vision tower, language model, KV blocks, scheduler, step",
+    "vlm_null.c": "the operations as a roofline: the memory plan and simulations",
     "vlm_cpu.c": "the operations in C: the reference device",
     "image.c": "bytes of a picture -> upright RGB -> resized -> patches",
     "tokenizer.c": "text <-> ids, chat template",
     "chat.c": "the command line and the chat",
+    "bench.c": "loads for `vlm bench`",
     "weights_export.py": "Hugging Face checkpoint -> one .vlm file",
     "tiny/train.py": "how the small model was trained",
     "test/ops.c": "every operation against double precision: what a port must pass",

@@ -4,7 +4,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = ROOT / os.environ.get("VLM_BUILD", "build")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin slow a busy machine down many times
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the program sets it for itself
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
 def run(program, *args, **kw):

@@ -34,6 +34,9 @@ SHAPES = {
     # The published head sizes, 128 and 80, and windows of one token.
     "odd-c": dict(text=dict(hidden=256, layers=2, heads=2, kv_heads=1, ff=320, mrope=[16, 24, 24], tied=True),
                   vision=dict(hidden=160, layers=2, heads=2, ff=96, full=[1], window=28)),
+    # As small as it goes with a window layer, a full one and grouped queries: for thousands of schedules.
+    "mini": dict(text=dict(hidden=32, layers=2, heads=2, kv_heads=1, ff=48, mrope=[2, 3, 3], tied=True),
+                 vision=dict(hidden=32, layers=2, heads=2, ff=48, full=[1], window=56)),
     "qwen2.5-vl-3b": dict(text=dict(hidden=2048, layers=36, heads=16, kv_heads=2, ff=11008, mrope=[16, 24, 24], tied=True),
                           vision=dict(hidden=1280, layers=32, heads=16, ff=3420, full=[7, 15, 23, 31], window=112),
                           vocab=151936),

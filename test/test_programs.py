@@ -1,9 +1,15 @@
-"""The test programs in C: operations against double precision, and the engine's schedules."""
+"""The test programs in C: operations against double precision, schedules, and a long run of different pictures."""
 import os
+import subprocess
+import sys
 
-from conftest import run
+import pytest
+
+from conftest import ROOT, run
 
 MODEL = os.environ.get("VLM_TEST_MODEL", "tiny/tiny.vlm")
+SCHEDULES = int(os.environ.get("VLM_SCHEDULES", "1000"))  # of the smallest model; others take a part
+SEED = os.environ.get("VLM_SEED", "1")
 
 
 def closing_line(done):
@@ -13,10 +19,26 @@ def closing_line(done):
     assert failed == "0 failed" and int(passed.split()[0]) > 100
 
 
+@pytest.fixture(scope="module")
+def mini(tmp_path_factory):
+    """A random model as small as it goes, in f32."""
+    folder = tmp_path_factory.mktemp("mini")
+    subprocess.run([sys.executable, ROOT / "test/make_model.py", folder / "hf", "--shape", "mini"], check=True)
+    subprocess.run([sys.executable, ROOT / "weights_export.py", folder / "hf", folder / "mini.vlm", "--type", "f32"], check=True, capture_output=True)
+    return folder / "mini.vlm"
+
+
 def test_ops():
     closing_line(run("test_ops"))
 
 
-def test_engine():
-    """VLM_SCHEDULES and VLM_SEED ask for more, or for others."""
-    closing_line(run("test_engine", MODEL, os.environ.get("VLM_SCHEDULES", "60"), os.environ.get("VLM_SEED", "1"), timeout=3000))
+def test_schedules_of_the_shipped_model():
+    closing_line(run("test_engine", MODEL, max(5, SCHEDULES // 50), SEED, timeout=3000))
+
+
+def test_schedules_of_the_smallest_model(mini):
+    closing_line(run("test_engine", mini, SCHEDULES, SEED, timeout=5000))
+
+
+def test_different_pictures_leave_nothing():
+    closing_line(run("test_engine", MODEL, "soak", os.environ.get("VLM_PICTURES", "500"), timeout=3000))
