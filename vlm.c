@@ -441,7 +441,8 @@ typedef struct Binder {
     bool ok;
 } Binder;
 
-static const void *bind(Binder *b, Dtype type, int rank, int64_t rows, int64_t cols, const char *format, int layer) {
+static const void *bind_tensor(Binder *b, Dtype type, int rank, int64_t rows, int64_t cols, const char *format,
+                               int layer) {
     b->bytes += align_up((size_t)rows * cols * dtype_bytes(type), 64);
     if (!b->file || !b->ok) return NULL;
     char name[64];
@@ -453,11 +454,11 @@ static const void *bind(Binder *b, Dtype type, int rank, int64_t rows, int64_t c
 }
 
 static const void *bind_matrix(Binder *b, int64_t rows, int64_t cols, const char *format, int layer) {
-    return bind(b, b->type, 2, rows, cols, format, layer);
+    return bind_tensor(b, b->type, 2, rows, cols, format, layer);
 }
 
 static const float *bind_vector(Binder *b, int64_t n, const char *format, int layer) {
-    return bind(b, F32, 1, n, 1, format, layer);
+    return bind_tensor(b, F32, 1, n, 1, format, layer);
 }
 
 static bool weights_bind(Weights *w, const Config *config, const ModelFile *file, const char *place, size_t *bytes,

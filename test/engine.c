@@ -6,28 +6,12 @@
 // Each request is first served alone. Then random schedules serve the same requests together, with random budgets,
 // pools, threads, cancellations and cache states; every token id and log-probability must be the same, bit for bit,
 // and after each step the pool's and caches' invariants must hold.
+#include "check.h"
 #include "vlm.h"
 #include <omp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-static int passed, failed;
-
-static bool check(bool ok, const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    if (ok)
-        passed++;
-    else {
-        failed++;
-        printf("FAIL ");
-        vprintf(format, args);
-        printf("\n");
-    }
-    va_end(args);
-    return ok;
-}
 
 // ---------------------------------------------------------------------------------------------
 // Allocations are counted while the guard is up: a step must make none. (Not under AddressSanitizer, which has an
@@ -481,8 +465,7 @@ int main(int argc, char **argv) {
     if (argc > 3 && !strcmp(argv[2], "soak")) {
         soak(atoi(argv[3]));
         model_close(model);
-        printf("%d passed, %d failed\n", passed, failed);
-        return failed > 0;
+        return check_end();
     }
     int schedules = argc > 2 ? atoi(argv[2]) : 100;
     uint64_t base = argc > 3 ? strtoull(argv[3], NULL, 10) : 1;
@@ -506,6 +489,5 @@ int main(int argc, char **argv) {
     for (int i = 0; i < N_IMAGES; i++) free(kept[i].pixels);
     for (int i = 0; i < N_REQUESTS; i++) free(cases[i].ids), free(cases[i].written);
     model_close(model);
-    printf("%d passed, %d failed\n", passed, failed);
-    return failed > 0;
+    return check_end();
 }

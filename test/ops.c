@@ -3,6 +3,7 @@
 // means.
 //
 //   test_ops [cpu]      prints a line per operation that fails, and the counts
+#include "check.h"
 #include "vlm.h"
 #include <math.h>
 #include <stdio.h>
@@ -10,22 +11,6 @@
 #include <string.h>
 
 static const Device *dev;
-static int passed, failed;
-
-static void check(bool ok, const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    if (ok)
-        passed++;
-    else {
-        failed++;
-        printf("FAIL ");
-        vprintf(format, args);
-        printf("\n");
-    }
-    va_end(args);
-}
-
 // ---------------------------------------------------------------------------------------------
 // Numbers, and arrays that live on the device with a host copy in double
 
@@ -509,6 +494,5 @@ int main(int argc, char **argv) {
     test_sample(640), test_sample(33), test_sample(30011);
     test_sample_frequencies();
     dev->release(pool, POOL);
-    printf("%d passed, %d failed\n", passed, failed);
-    return failed > 0;
+    return check_end();
 }
