@@ -14,12 +14,17 @@
 #include <string.h>
 
 // ---------------------------------------------------------------------------------------------
-// Allocations are counted while the guard is up: a step must make none. (Not under AddressSanitizer, which has an
-// allocator of its own.)
+// Allocations are counted while the guard is up: a step must make none. (Not under the sanitizers, which have
+// allocators of their own.)
 
 static bool guard_up;
 static int guarded_allocations;
 
+#if defined(__has_feature) // clang's way to say it
+#if __has_feature(thread_sanitizer) || __has_feature(address_sanitizer)
+#define __SANITIZE_THREAD__ 1
+#endif
+#endif
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_realloc(void *, size_t);
 void *malloc(size_t n) {
@@ -285,6 +290,39 @@ static void test_plan_is_peak(void) {
     }
 }
 
+// What is taken from the device and the host, in two calls, is what the plan says, to the byte.
+static size_t reserved, reservations;
+
+static void *counted_reserve(size_t bytes) {
+    reserved += bytes, reservations++;
+    return device_cpu.reserve(bytes);
+}
+
+static void counted_release(void *base, size_t bytes) {
+    reserved -= bytes, reservations--;
+    device_cpu.release(base, bytes);
+}
+
+static void test_plan_is_taken(void) {
+    Error err;
+    MemoryMap plan, live;
+    Device device = device_cpu;
+    device.reserve = device.reserve_host = counted_reserve;
+    device.release = device.release_host = counted_release;
+    EngineOptions o = {.ctx = 512, .max_seqs = 3};
+    size_t weights = modelfile_bytes(model->file);
+    check(engine_plan(&model->config, weights, &device, &o, &plan, &err), "plan: %s", err.message);
+    Engine *e = engine_open(model, &device, &o, &err);
+    engine_map(e, &live);
+    check(reserved == plan.total - weights && reservations == 2, "taken: %zu bytes in %zu calls, planned %zu", reserved,
+          reservations, plan.total - weights);
+    for (int i = 0; i < N_OWNERS; i++)
+        check(live.owners[i].bytes == plan.owners[i].bytes, "%s: planned %zu, has %zu", live.owners[i].name,
+              plan.owners[i].bytes, live.owners[i].bytes);
+    engine_close(e);
+    check(reserved == 0 && reservations == 0, "%zu bytes are not given back", reserved);
+}
+
 static void test_no_allocation(void) {
     Error err;
     omp_set_num_threads(2);
@@ -485,7 +523,7 @@ int main(int argc, char **argv) {
     }
     if (!failed)
         test_refusals(), test_context_end(), test_no_allocation(), test_prefix(), test_plan_is_peak(),
-            test_picture_work_is_shared();
+            test_plan_is_taken(), test_picture_work_is_shared();
     for (int i = 0; i < N_IMAGES; i++) free(kept[i].pixels);
     for (int i = 0; i < N_REQUESTS; i++) free(cases[i].ids), free(cases[i].written);
     model_close(model);
