@@ -1057,9 +1057,10 @@ static void map_row(const char *name, const Owner *o, const char *what) {
 
 static void map_print(const MemoryMap *m, const Config *config, size_t workspace) {
     static const char *const what[N_OWNERS] = {
-        "the model file, mapped", "keys and values of tokens, in blocks", "pictures as the language model reads them",
-        "one step's intermediate results", "ids, positions, logits, block tables"};
-    char block[24], token[24], slot[24], work[24];
+        "as in the model file, read in place", "keys and values of tokens, in blocks",
+        "pictures: their rows, and one in the vision tower", "one step's intermediate results",
+        "ids, positions, block tables, patches, sampled tokens"};
+    char block[24], token[24], slot[24], tower[24], work[24];
     printf("memory on device %s, %d thread%s\n\n", m->device, omp_get_max_threads(),
            omp_get_max_threads() > 1 ? "s" : "");
     printf("  %-8s %16s  %10s %10s %10s\n", "owner", "bytes", "", "used", "peak");
@@ -1075,9 +1076,9 @@ static void map_print(const MemoryMap *m, const Config *config, size_t workspace
     printf("\n  kv       %d blocks: %d free, %d cached, %d held; a block of %d tokens is %s, a token %s\n", m->blocks,
            m->blocks_free, m->blocks_cached, m->blocks_held, KV_BLOCK, size_text(block, KV_BLOCK * token_bytes),
            size_text(token, token_bytes));
-    printf("  images   %d slots of %s: %d used, %d pinned; %lld hits, %lld misses, %lld evictions\n", m->slots,
-           size_text(slot, m->slots ? (double)(m->owners[OWNER_IMAGES].bytes / (size_t)m->slots) : 0), m->slots_used,
-           m->slots_pinned, (long long)m->image_hits, (long long)m->image_misses, (long long)m->image_evictions);
+    printf("  images   %d slots of %s: %d used, %d pinned; %lld hits, %lld misses, %lld evictions; %s for the tower\n",
+           m->slots, size_text(slot, (double)m->slot_bytes), m->slots_used, m->slots_pinned, (long long)m->image_hits,
+           (long long)m->image_misses, (long long)m->image_evictions, size_text(tower, (double)m->tower_bytes));
     printf("  host     %s to decode pictures in, outside of the total\n", size_text(work, (double)workspace));
 }
 

@@ -1920,6 +1920,8 @@ void engine_map(const Engine *e, MemoryMap *m) {
         .blocks_held = held,
         .slots = c->n_slots,
         .slots_used = slots_used,
+        .slot_bytes = slot_bytes,
+        .tower_bytes = e->tower_bytes,
         .image_hits = c->hits,
         .image_misses = c->misses,
         .image_evictions = c->evictions,

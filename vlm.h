@@ -498,6 +498,7 @@ typedef struct MemoryMap {
     Owner owners[N_OWNERS];
     int blocks, blocks_free, blocks_cached, blocks_held; // free + cached + held == blocks
     int slots, slots_used, slots_pinned;                 // of picture rows
+    size_t slot_bytes, tower_bytes;                      // images == slots * slot_bytes + tower_bytes, rounded up
     int64_t image_hits, image_misses, image_evictions;
     int64_t preemptions;
     int running, waiting;
