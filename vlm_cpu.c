@@ -250,7 +250,11 @@ INLINE void tile_sums(const f32x16 *s, float *out) {
         for (int i = 0; i < SUMS; i++) out[i] = v_sum(s[i]);
         return;
     }
+#if defined(__clang__) || __GNUC__ >= 12
 #define HALVES(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define HALVES(a, b, ...) __builtin_shuffle(a, b, (i32x16){__VA_ARGS__})
+#endif
     f32x16 x[LANES / 2];
     for (int i = 0; i < 8; i++)
         x[i] = HALVES(s[2 * i], s[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
