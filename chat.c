@@ -1820,16 +1820,19 @@ static void history_keep(Repl *r, const char *line) {
 
 static int ends_as_picture(const struct dirent *entry) { return has_picture_ending(entry->d_name); }
 
-// A picture to begin with: the first in samples/ beside the model.
+// A picture to begin with: the first in samples/ beside the model that has a name and not a number.
 static void repl_suggest_sample(const Session *s) {
     const char *slash = strrchr(s->path, '/');
-    char folder[PATH_MAX];
+    char folder[PATH_MAX], here[PATH_MAX];
     struct dirent **found = NULL;
     snprintf(folder, sizeof folder, "%.*ssamples", slash ? (int)(slash - s->path) + 1 : 0, s->path);
-    int n = scandir(folder, &found, ends_as_picture, alphasort);
+    size_t skip = getcwd(here, sizeof here) ? strlen(here) : 0; // a path from here is shorter
+    skip = skip && strncmp(folder, here, skip) == 0 && folder[skip] == '/' ? skip + 1 : 0;
+    int n = scandir(folder, &found, ends_as_picture, alphasort), first = 0;
+    while (first < n - 1 && isdigit((unsigned char)found[first]->d_name[0])) first++;
     if (n > 0) {
-        printf("A picture to begin with: /image %s/", folder);
-        repl_line("", found[0]->d_name, "");
+        printf("A picture to begin with: /image %s/", folder + skip);
+        repl_line("", found[first]->d_name, "");
     }
     for (int i = 0; i < n; i++) free(found[i]);
     free(found);
