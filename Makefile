@@ -28,7 +28,7 @@ all: setup ## build ./vlm (the default)
 	@$(MAKE) --no-print-directory vlm
 
 vlm: $(BUILD)/vlm
-	cp $< $@
+	cp -f $< $@
 
 $(BUILD)/vlm: $(BUILD)/chat.o $(BUILD)/bench.o $(ENGINE)
 	$(CC) $(CFLAGS) $^ -o $@ $(LDLIBS)
@@ -77,7 +77,7 @@ fuzz: ## damaged pictures, for SECONDS each (clang's libFuzzer)
 simulate: all ## the loads that kill large engines, at full scale, on the null device
 	python3 test/simulate.py
 
-docs: all ## rewrite what the documents quote from commands (ARGS=--all: slow ones too)
+docs: all ## rewrite what the documents quote from commands (all of it with ARGS=--all)
 	python3 docs/generate.py $(ARGS)
 
 setup:

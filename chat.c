@@ -102,7 +102,8 @@ static bool read_all(int fd, Text *out) {
 // A regular file or a pipe; devices are refused because some of them never end.
 static bool read_file(const char *path, Text *out, Error *err) {
     struct stat st;
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); // a FIFO that nobody writes to must not hold us up
+    if (fd >= 0) fcntl(fd, F_SETFL, 0);
     const char *why = fd < 0 || fstat(fd, &st) != 0                   ? strerror(errno)
                       : S_ISDIR(st.st_mode)                           ? "it is a folder"
                       : !S_ISREG(st.st_mode) && !S_ISFIFO(st.st_mode) ? "it is a device"
@@ -555,7 +556,7 @@ static void file_url_path(const char *url, Text *out) {
     for (unsigned byte; *url; url++) {
         if (url[0] == '%' && isxdigit((unsigned char)url[1]) && isxdigit((unsigned char)url[2])) {
             sscanf(url + 1, "%2x", &byte);
-            text_add(out, &(char){(char)byte}, 1);
+            text_add(out, &(char){byte ? (char)byte : '?'}, 1); // %00 is in no path
             url += 2;
         } else {
             text_add(out, url, 1);
@@ -989,7 +990,7 @@ static bool job_start(Session *s, Job *job) {
     Error err = {0};
     if (conversation_parse(s, &job->chat, job->text, job->n, &err) && answer_start(s, &job->chat, &job->answer, &err))
         return true;
-    job->result = json_pack("{s:{s:i, s:s}}", "error", "status", err.status, "message", err.message);
+    job->result = need(json_pack("{s:{s:i, s:s}}", "error", "status", err.status, "message", err.message));
     conversation_free(&job->chat);
     return false;
 }
@@ -1374,11 +1375,32 @@ static void repl_receipt(const Repl *r, const Answer *a) {
                a->seq->n_tokens);
 }
 
-static void terminal_echo(bool on) {
-    struct termios t;
-    if (tcgetattr(STDIN_FILENO, &t) != 0) return;
-    t.c_lflag = on ? t.c_lflag | ECHO : t.c_lflag & ~(tcflag_t)ECHO;
-    tcsetattr(STDIN_FILENO, TCSANOW, &t);
+static struct termios terminal; // as it was before the answer
+
+static void terminal_quiet(void);
+
+// Whoever ends or stops the program while an answer streams gets the terminal as it was. Only a stop returns.
+static void on_leave(int signal) {
+    tcsetattr(STDIN_FILENO, TCSANOW, &terminal);
+    raise(signal); // by the default action: the handler is gone
+    terminal_quiet();
+}
+
+static const int leaving[] = {SIGTERM, SIGHUP, SIGQUIT, SIGTSTP};
+enum { N_LEAVING = sizeof leaving / sizeof *leaving };
+
+// No echo: what is typed while an answer streams waits for the prompt, and is no part of the answer.
+static void terminal_quiet(void) {
+    struct termios quiet = terminal;
+    quiet.c_lflag &= ~(tcflag_t)ECHO;
+    for (int i = 0; i < N_LEAVING; i++)
+        sigaction(leaving[i], &(struct sigaction){.sa_handler = on_leave, .sa_flags = SA_RESETHAND | SA_NODEFER}, NULL);
+    tcsetattr(STDIN_FILENO, TCSANOW, &quiet);
+}
+
+static void terminal_restore(void) {
+    tcsetattr(STDIN_FILENO, TCSANOW, &terminal);
+    for (int i = 0; i < N_LEAVING; i++) signal(leaving[i], SIG_DFL);
 }
 
 // Send the waiting pictures and the text; on an error the conversation stays as it was.
@@ -1390,9 +1412,10 @@ static bool repl_answer(Repl *r, const Text *text, Error *err) {
         !conversation_say(s, &r->chat, "system", r->system, strlen(r->system), err))
         return false;
     if (!conversation_ask(s, &r->chat, text->data, text->n, err) || !answer_start(s, &r->chat, &a, err)) return false;
-    terminal_echo(false); // what is typed meanwhile waits for the prompt, and is no part of the answer
+    bool quiet = tcgetattr(STDIN_FILENO, &terminal) == 0;
+    if (quiet) terminal_quiet();
     answer_run(s, &a, true);
-    terminal_echo(true);
+    if (quiet) terminal_restore();
     if (!a.text.n || a.text.data[a.text.n - 1] != '\n') putchar('\n');
     prompt_close_reply(&r->chat.prompt, s->model->tokenizer, answer_ids(&a), (size_t)answer_tokens(&a));
     r->last = receipt_make(a.seq);
@@ -1412,10 +1435,16 @@ static void repl_message(Repl *r, const char *line) {
     const char *start = rest.n ? rest.data + strspn(rest.data, " \t\r\n") : "";
     Text text = {0};
     text_add(&text, start, strlen(start));
-    if (ok && text.n) ok = repl_answer(r, &text, &err);
+    bool sent = ok && text.n;
+    if (sent) ok = repl_answer(r, &text, &err);
     if (!ok) {
         conversation_rollback(&r->chat, mark);
         repl_error(r, &err);
+        int waiting = sent ? r->chat.n - r->chat.sent : 0; // perhaps it is they that do not fit
+        while (r->chat.n > r->chat.sent && sent) picture_free(r->chat.pictures[--r->chat.n]);
+        if (waiting)
+            printf("the picture%s that waited for it %s put down\n", waiting > 1 ? "s" : "",
+                   waiting > 1 ? "are" : "is");
         printf("nothing was sent; the Up arrow brings your message back\n");
     }
     free(rest.data);

@@ -695,7 +695,8 @@ void prompt_open_reply(Prompt *prompt, const Tokenizer *tok) {
 
 void prompt_close_reply(Prompt *prompt, const Tokenizer *tok, const int32_t *ids, size_t n) {
     if (n && tokenizer_is_special(tok, ids[n - 1])) n--; // whatever ended the answer gives way to the template's own
-    ids_append(&prompt->ids, ids, n);
+    for (size_t i = 0; i < n; i++) // a model may write the placeholder, but it stands for no picture
+        if (ids[i] != tok->template.image) ids_push(&prompt->ids, ids[i]);
     ids_append(&prompt->ids, tok->template.turn_end.data, tok->template.turn_end.n);
 }
 

@@ -30,6 +30,7 @@
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+#include <utf8proc.h>
 
 // ---------------------------------------------------------------------------------------------
 // Small helpers
@@ -40,6 +41,13 @@ bool fail(Error *err, int status, const char *format, ...) {
     err->status = status;
     vsnprintf(err->message, sizeof err->message, format, args);
     va_end(args);
+    // Quoted names are cut to a length in bytes, and need not have been text at all: keep the message UTF-8.
+    for (char *p = err->message; *p;) {
+        utf8proc_int32_t c;
+        utf8proc_ssize_t n = utf8proc_iterate((const utf8proc_uint8_t *)p, -1, &c);
+        if (n < 1) *p = '?', n = 1;
+        p += n;
+    }
     return false;
 }
 
@@ -580,7 +588,8 @@ static void *arena_alloc(Arena *a, size_t bytes) {
 // pictures' rows, sequences), and what the current step works on.
 
 enum {
-    SLOT_ROWS = 64,   // rows of a picture that one slot of the image cache holds
+    SLOT_ROWS = 64, // rows of a picture that one slot of the image cache holds
+    MAX_SLOTS = 1 << 16,
     ROW_CHUNK = 1024, // rows that go through a phase of the vision tower at a time
 };
 
@@ -752,7 +761,10 @@ static void npy_append(const char *path, bool ints, int64_t rows, int64_t cols, 
     fwrite(h, 1, 128, f);
     fseek(f, 0, SEEK_END);
     fwrite(data, 4, rows * cols, f);
-    if (fclose(f)) fprintf(stderr, "vlm: cannot write %s: %s\n", path, strerror(errno));
+    if (ferror(f) | fclose(f)) {
+        fprintf(stderr, "vlm: cannot write %s: %s\n", path, strerror(errno));
+        exit(1);
+    }
 }
 
 // Dump rows of a device array. `format` may name a layer.
@@ -1417,7 +1429,9 @@ static int schedule(Engine *e) {
             s->take = sequence_acquire(e, s, n);
             budget -= s->take;
         }
-    return e->options.max_batch_tokens - budget;
+    int total = 0; // not what the budget lost: who was preempted on the way computes nothing
+    for (int i = 0; i < e->n_running; i++) total += e->running[i]->take;
+    return total;
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -1499,6 +1513,7 @@ static void vision_end(Engine *e) {
 
 // Let the tower work, up to the step's budget. Returns the flops.
 static double step_vision(Engine *e) {
+    double begin = now(e->device);
     double budget = e->options.step_patches * patch_flops(&e->config.vision), done = 0;
     while (done < budget) {
         if (e->tower.phase == TOWER_IDLE && !vision_begin(e)) break;
@@ -1515,6 +1530,7 @@ static double step_vision(Engine *e) {
         e->tower.seconds += now(e->device) - start;
         if (e->tower.phase == TOWER_IDLE) vision_end(e);
     }
+    e->vision_seconds = now(e->device) - begin;
     return done;
 }
 
@@ -1611,7 +1627,10 @@ static bool trace_open(Engine *e, Error *err) {
 static void trace_close(Engine *e) {
     if (!e->trace) return;
     fprintf(e->trace, "{\"ph\":\"M\",\"pid\":1,\"name\":\"process_name\",\"args\":{\"name\":\"vlm.c\"}}]\n");
-    if (ferror(e->trace) | fclose(e->trace)) fprintf(stderr, "vlm: --trace %s: cannot be written\n", e->options.trace);
+    if (ferror(e->trace) | fclose(e->trace)) {
+        fprintf(stderr, "vlm: cannot write %s: %s\n", e->options.trace, strerror(errno));
+        exit(1);
+    }
 }
 
 static void report(Engine *e, double flops, double start) {
@@ -1643,8 +1662,10 @@ bool engine_step(Engine *e) {
     drop_cancelled(e);
     admit(e);
     double flops = step_vision(e);
-    e->vision_seconds = now(e->device) - start;
-    while (!schedule(e) && !flops && e->n_running > 1) preempt_youngest(e); // each holds what the other needs
+    while (!schedule(e) && !flops && e->n_running > 1) { // each holds what the other needs
+        preempt_youngest(e);
+        flops = step_vision(e); // which may have made room for a picture
+    }
     if (!e->n_running) return false;
     batch_build(e);
     assert(e->batch.T || flops);
@@ -1881,6 +1902,8 @@ static bool engine_size(Engine *e, const Config *config, size_t weight_bytes, co
     if (o->image_cache < slots_per_image * slot_bytes)
         return fail(err, 400, "--image-cache %zu does not hold the largest picture: give %zu, or lower --max-pixels",
                     o->image_cache, slots_per_image * slot_bytes);
+    if (o->image_cache / slot_bytes > MAX_SLOTS)
+        return fail(err, 400, "--image-cache %zu is out of range: to %zu here", o->image_cache, MAX_SLOTS * slot_bytes);
     e->cache.n_slots = (int)(o->image_cache / slot_bytes), e->cache.slots_per_image = slots_per_image;
     e->image_bytes = align_up(e->cache.n_slots * slot_bytes, ALIGN) + e->tower_bytes;
 

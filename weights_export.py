@@ -15,12 +15,14 @@ when it is complete. Needs numpy and jinja2.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import json
 import math
 import os
 import pathlib
+import resource
 import shutil
 import signal
 import struct
@@ -167,7 +169,7 @@ class Checkpoint:
             return [folder / "model.safetensors"]
         names = load_json(index).get("weight_map")
         names = list(names.values()) if isinstance(names, dict) else [None]
-        if not all(isinstance(x, str) and x == os.path.basename(x) for x in names):  # never out of the folder
+        if not all(isinstance(x, str) and x == os.path.basename(x) and "\0" not in x for x in names):  # never out of the folder
             raise ExportError(f"{index}: has no weight_map of file names; download the file again")
         return [folder / name for name in sorted(set(names))]
 
@@ -307,7 +309,7 @@ def read_config(folder):
     top = Options(path, values)
     inner = top.take("text_config", dict, {})
     text = Options(path, inner, "text_config.") if inner else top
-    ties = {x.get("tie_word_embeddings") for x in (values, inner)} - {None}
+    ties = {bool(t) for t in (x.get("tie_word_embeddings") for x in (values, inner)) if t is not None}
     if len(ties) > 1 or not ties <= {True, False}:
         raise ExportError(f"{path}: tie_word_embeddings says both true and false; correct the wrong one")
     top.seen.update(x for x in values if x in inner and values[x] == inner[x])  # some versions write all twice
@@ -339,8 +341,10 @@ def read_preprocess(folder, vision):
     path = folder / "preprocessor_config.json"
     values = load_json(path) if path.exists() else None
     if values is None:
-        path = folder / "processor_config.json"
-        values = load_json(path).get("image_processor") or {}
+        newer = folder / "processor_config.json"
+        if not newer.exists():
+            raise ExportError(f"{path}: is missing; it says how pictures are prepared: download it")
+        path, values = newer, load_json(newer).get("image_processor") or {}
     options = Options(path, values)
     for name, known in {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True,
                         "resample": 3, "patch_size": vision["patch"], "merge_size": vision["merge"],
@@ -493,6 +497,18 @@ def read_template(folder):
     raise ExportError(f"{folder}: no chat_template.jinja, chat_template.json or chat_template in tokenizer_config.json")
 
 
+@contextlib.contextmanager
+def memory_limit(extra):
+    """Let the process take at most `extra` bytes more than it has now."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    now = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + extra, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
 def compile_template(path, text):
     """render(messages, add_generation_prompt), in the environment that transformers gives its templates."""
 
@@ -510,9 +526,10 @@ def compile_template(path, text):
         raise ExportError(f"{path}: not a Jinja template ({e})") from None
 
     def render(messages, reply):
-        try:
-            return template.render(messages=messages, add_generation_prompt=reply)
-        except Exception as e:  # a template is a program: anything may happen in it
+        try:  # a template is a program: anything may happen in it, and it could fill the machine's memory
+            with memory_limit(1 << 30):
+                return template.render(messages=messages, add_generation_prompt=reply)
+        except Exception as e:
             raise ExportError(f"{path}: fails on a conversation ({type(e).__name__}: {e})") from None
 
     return render

@@ -82,6 +82,7 @@ static int32_t random_id(void) {
 
 static void case_make(Case *c, int n_text, int n_images, int max_tokens) {
     Ids ids = {0};
+    if (n_images > (n_text + 1) / 3) n_images = (n_text + 1) / 3; // a picture after every third token
     for (int i = 0; i < n_text; i++) {
         ids_push(&ids, random_id());
         if (i % 3 != 1 || i / 3 >= n_images) continue;
