@@ -60,7 +60,7 @@ asan: setup venv ## the tests under AddressSanitizer and UndefinedBehaviorSaniti
 	VLM_SCHEDULES=10000 VLM_BUILD=build/asan $(PY) -m pytest -q --ignore=test/parity test
 
 tsan: venv ## the threads under ThreadSanitizer (clang, whose OpenMP tells the sanitizer of its barriers)
-	@sh test/setup.sh clang libomp-dev
+	@sh test/setup.sh clang libclang-rt-dev libomp-dev
 	@$(MAKE) --no-print-directory BUILD=build/tsan CC=clang SANITIZE=thread CFLAGS="-O1 -march=native" tests
 	TSAN_OPTIONS=ignore_noninstrumented_modules=1 VLM_SCHEDULES=250 VLM_BUILD=build/tsan $(PY) -m pytest -q test/test_programs.py
 
@@ -70,7 +70,7 @@ parity: all venv ## compare every stage with Hugging Face transformers, live
 	$(PYTEST) test/parity
 
 fuzz: ## damaged pictures, for SECONDS each (clang's libFuzzer)
-	@sh test/setup.sh clang
+	@sh test/setup.sh clang libclang-rt-dev
 	@$(MAKE) --no-print-directory $(FUZZ)
 	for f in $(FUZZ); do mkdir -p $$f.corpus && ./$$f -max_total_time=$(SECONDS) -print_final_stats=1 $$f.corpus || exit 1; done
 

@@ -1847,24 +1847,15 @@ static void history_keep(Repl *r, const char *line) {
 
 // --- the loop
 
-static int ends_as_picture(const struct dirent *entry) { return has_picture_ending(entry->d_name); }
-
-// A picture to begin with: the first in samples/ beside the model that has a name and not a number.
+// The picture that the model file suggests to begin with, by its path from here.
 static void repl_suggest_sample(const Session *s) {
-    const char *slash = strrchr(s->path, '/');
-    char folder[PATH_MAX], here[PATH_MAX];
-    struct dirent **found = NULL;
-    snprintf(folder, sizeof folder, "%.*ssamples", slash ? (int)(slash - s->path) + 1 : 0, s->path);
-    size_t skip = getcwd(here, sizeof here) ? strlen(here) : 0; // a path from here is shorter
-    skip = skip && strncmp(folder, here, skip) == 0 && folder[skip] == '/' ? skip + 1 : 0;
-    int n = scandir(folder, &found, ends_as_picture, alphasort), first = 0;
-    while (first < n - 1 && isdigit((unsigned char)found[first]->d_name[0])) first++;
-    if (n > 0) {
-        printf("A picture to begin with: /image %s/", folder + skip);
-        repl_line("", found[first]->d_name, "");
-    }
-    for (int i = 0; i < n; i++) free(found[i]);
-    free(found);
+    const char *sample = modelfile_text(s->model->file, "sample"), *slash = strrchr(s->path, '/');
+    char path[PATH_MAX], here[PATH_MAX];
+    if (!sample) return;
+    snprintf(path, sizeof path, "%.*s%s", slash ? (int)(slash - s->path) + 1 : 0, s->path, sample);
+    size_t skip = getcwd(here, sizeof here) ? strlen(here) : 0;
+    skip = skip && strncmp(path, here, skip) == 0 && path[skip] == '/' ? skip + 1 : 0;
+    if (access(path, R_OK) == 0) repl_line("A picture to begin with: /image ", path + skip, "");
 }
 
 static void repl_greet(const Repl *r) {

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Turn a Hugging Face checkpoint of Qwen2.5-VL into one .vlm file, the model file of vlm.c.
 
-    python weights_export.py CHECKPOINT_DIR OUT.vlm [--type f32|bf16] [--name TEXT] [--hint TEXT]
+    python weights_export.py CHECKPOINT_DIR OUT.vlm [--type f32|bf16] [--name TEXT] [--hint TEXT] [--sample PICTURE]
 
 A .vlm file is a valid safetensors file (docs/format.md): the tensors in the order and layout that the
 engine reads, the tokenizer's tables as tensors, everything else as strings in the metadata. Everything is checked
@@ -28,10 +28,13 @@ import signal
 import struct
 import sys
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
-import numpy as np
+try:
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+    import numpy as np
+except ImportError as e:
+    raise SystemExit(f"weights_export.py: {e}; `make venv`, then: .venv/bin/python weights_export.py ...")
 
 ALIGN = 64  # bytes: a cache line, and the widest vector load of the CPUs
 PIECE = 1 << 22  # values converted at a time
@@ -810,7 +813,7 @@ def write_file(path, metadata, strings, tensors):
         temporary.unlink(missing_ok=True)
 
 
-def export(folder, path, matrix_type="bf16", name=None, hint=None):
+def export(folder, path, matrix_type="bf16", name=None, hint=None, sample=None):
     folder, path = pathlib.Path(folder), pathlib.Path(path)
     if not folder.is_dir():
         raise ExportError(f"{folder}: no such folder; give the folder of a Hugging Face checkpoint")
@@ -831,7 +834,7 @@ def export(folder, path, matrix_type="bf16", name=None, hint=None):
                "added_tokens": {content: i for content, i, is_special in added if not is_special}}  # fmt: skip
     strings = {key: json.dumps(value, separators=(",", ":"), ensure_ascii=False) for key, value in strings.items()}
     metadata = {"format": "vlm 1", "architecture": "qwen2.5-vl", "type": matrix_type}
-    metadata |= {key: value for key, value in (("name", name), ("hint", hint)) if value}
+    metadata |= {key: value for key, value in (("name", name), ("hint", hint), ("sample", sample)) if value}
     tensors = [weight(*entry, checkpoint, matrix_type) for entry in listed] + [table(*x) for x in tables.items()]
     write_file(path, metadata, strings, aligned(tensors))
 
@@ -843,9 +846,10 @@ def main(argv=None):
     parser.add_argument("--type", choices=TYPES, default="bf16", help="of the matrices (default bf16)")
     parser.add_argument("--name", help="what the model is called, for people")
     parser.add_argument("--hint", help="what it is good at, for people")
+    parser.add_argument("--sample", help="a picture to begin with, by its path from the model's folder")
     args = parser.parse_args(argv)
     try:
-        export(args.checkpoint, args.out, args.type, args.name, args.hint)
+        export(args.checkpoint, args.out, args.type, args.name, args.hint, args.sample)
     except ExportError as e:
         sys.exit(f"weights_export: {e}")
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ done
 if [ "$(id -u)" = 0 ]; then run=""
 elif sudo -n true 2>/dev/null; then run="sudo"
 else
-    echo "vlm.c needs these packages; please run:  sudo apt-get install$missing" >&2
+    echo "vlm.c needs these packages; please run:  sudo apt-get update && sudo apt-get install$missing" >&2
     exit 1
 fi
 echo "installing:$missing"

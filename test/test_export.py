@@ -176,7 +176,7 @@ def test_back_and_again(base, tmp_path):
 def test_the_shipped_model_back_and_again(tmp_path):
     vlm_to_hf.convert(TINY, tmp_path / "hf")
     strings = vlm_to_hf.Model(TINY).strings
-    words = [x for key in ("name", "hint") if key in strings for x in (f"--{key}", strings[key])]
+    words = [x for key in ("name", "hint", "sample") if key in strings for x in (f"--{key}", strings[key])]
     assert (
         exported(tmp_path / "hf", tmp_path / "again.vlm", "--type", strings["type"], *words).read_bytes()
         == TINY.read_bytes()
@@ -383,7 +383,7 @@ REFUSED = {
     "no config": (remove("config.json"), "config.json: No such file"),
     "no tokenizer": (remove("tokenizer.json"), "tokenizer.json: No such file"),
     "empty tokenizer": (write("tokenizer.json", "{}"), "tokenizer.json: model.type is None"),
-    "no preprocessor": (remove("preprocessor_config.json"), "processor_config.json: No such file"),
+    "no preprocessor": (remove("preprocessor_config.json"), "preprocessor_config.json: is missing"),
     # tensors
     "dtype unknown": (entry(NORM, dtype="F8_E4M3"), "model.norm.weight has dtype F8_E4M3"),
     "dtype of quantised weights": (entry(NORM, dtype="I32"), "use the unquantised checkpoint"),
