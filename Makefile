@@ -16,12 +16,29 @@ override CFLAGS += $(if $(STB),-isystem $(STB)) $(shell pkg-config --cflags $(LI
 override CFLAGS += $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all -fno-omit-frame-pointer)
 LDLIBS    = $(shell pkg-config --libs $(LIBS)) -lm
 
-ENGINE := $(patsubst %,$(BUILD)/%.o,vlm vlm_cpu vlm_null image tokenizer)
+# CUDA: 1 builds vlm.cu with nvcc (12.8 or newer: it must know sm_100) for three generations of GPUs and, as PTX, for later
+# ones; 0 leaves it out; cpu compiles it for the CPU (test/cuda_on_cpu.h), RACES=1 with its race detector.
+# -fmad=false as -ffp-contract=off above.
+NVCC := $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
+CUDA ?= $(if $(filter compute_100,$(if $(NVCC),$(shell $(NVCC) --list-gpu-arch))),1,0)
+GPUS := $(foreach a,80 90 100,-gencode arch=compute_$a,code=sm_$a) -gencode arch=compute_100,code=compute_100
+NVCCFLAGS := -std=c++20 -O3 -fmad=false -Werror all-warnings -Xptxas -v -Xcompiler -Wall,-Wextra -I.
+EMULATE = g++ -std=c++20 -DCUDA_ON_CPU $(if $(RACES),-DCUDA_ON_CPU_RACES -fsanitize=thread) -Wno-unknown-pragmas \
+	-Wno-unused-function -fno-strict-aliasing $(filter-out -std=c11 -fopenmp -Wno-psabi,$(CFLAGS)) -c -x c++
+ifneq ($(CUDA),0)
+override CFLAGS += -DHAVE_CUDA
+CUDA_OBJECTS := $(BUILD)/cuda.o $(if $(RACES),$(BUILD)/races.o)
+CUDA_LIBS := $(if $(filter 1,$(CUDA)),$(sort $(shell $(NVCC) --dryrun -x cu /dev/null 2>&1 | grep -o '"-L[^"]*"')) \
+	-lcudart_static -ldl -lrt -lpthread) -lstdc++
+LDLIBS += $(CUDA_LIBS)
+endif
+
+ENGINE := $(patsubst %,$(BUILD)/%.o,vlm vlm_cpu vlm_null image tokenizer) $(CUDA_OBJECTS)
 TESTS  := $(patsubst test/%.c,$(BUILD)/test_%,$(wildcard test/*.c))
 FUZZ   := $(patsubst test/fuzz/%.c,build/fuzz/fuzz_%,$(wildcard test/fuzz/*.c))
 PYTEST  = VLM_BUILD=$(BUILD) $(PY) -m pytest -q
 
-.PHONY: all chat test tests asan tsan parity fuzz simulate docs setup venv help clean
+.PHONY: all cuda test-cuda chat test tests asan tsan parity fuzz simulate docs setup venv help clean
 .DELETE_ON_ERROR:
 
 all: setup ## build ./vlm (the default)
@@ -36,6 +53,23 @@ $(BUILD)/vlm: $(BUILD)/chat.o $(BUILD)/bench.o $(ENGINE)
 $(BUILD)/%.o: %.c | $(BUILD)
 	$(CC) $(CFLAGS) -MMD -c $< -o $@
 
+$(BUILD)/cuda.o: vlm.cu vlm.h test/cuda_on_cpu.h | $(BUILD)
+ifeq ($(CUDA),1)
+	$(NVCC) $(NVCCFLAGS) $(GPUS) -c $< -o $@ >$@.log 2>&1 || { cat $@.log; exit 1; }
+else
+	$(EMULATE) $< -o $@
+endif
+
+$(BUILD)/races.o: test/cuda/races.c | $(BUILD)
+	$(CC) $(CFLAGS) -c $< -o $@
+
+$(BUILD)/cuda_bench: test/cuda/bench.c $(ENGINE)
+	$(CC) $(CFLAGS) $< $(ENGINE) -o $@ $(LDLIBS)
+
+$(BUILD)/cuda_faults: test/cuda_faults.cu test/cuda_on_cpu.h $(CUDA_OBJECTS)
+	$(EMULATE) $< -o $@.o
+	$(CC) $(CFLAGS) $@.o $(filter %races.o,$^) -o $@ -lstdc++
+
 $(BUILD)/test_%: test/%.c $(ENGINE)
 	$(CC) $(CFLAGS) -MMD -MF $@.d $< $(ENGINE) -o $@ $(LDLIBS)
 
@@ -49,19 +83,31 @@ $(BUILD) build/fuzz:
 chat: all ## talk about a picture with the small model (ARGS="-i photo.jpg")
 	./vlm $(ARGS)
 
-tests: $(BUILD)/vlm $(TESTS)
+tests: $(BUILD)/vlm $(TESTS) $(if $(filter cpu,$(CUDA)),$(BUILD)/cuda_faults)
+
+cuda: ## vlm.cu with nvcc, for all GPUs, and nothing else
+	@$(MAKE) --no-print-directory CUDA=1 $(BUILD)/cuda.o
 
 test: all venv ## build and run every test
 	@$(MAKE) --no-print-directory tests
 	$(PYTEST) --ignore=test/parity test
 
 asan: setup venv ## the tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	@$(MAKE) --no-print-directory BUILD=build/asan SANITIZE=address,undefined CFLAGS="-O2 -march=native" tests
+	@$(MAKE) --no-print-directory BUILD=build/asan CUDA=0 SANITIZE=address,undefined CFLAGS="-O2 -march=native" tests
 	VLM_SCHEDULES=10000 VLM_BUILD=build/asan $(PY) -m pytest -q --ignore=test/parity test
+
+test-cuda: venv ## vlm.cu emulated on the CPU (operations, planted faults, the model's text), and what nvcc makes of it
+	@sh test/setup.sh g++
+	$(PY) -m pip install -q --disable-pip-version-check -r test/cuda-requirements.txt
+	@$(if $(NVCC),$(MAKE) --no-print-directory cuda)
+	@$(MAKE) --no-print-directory BUILD=build/cuda CUDA=cpu CFLAGS="-O2 -march=native" tests
+	@$(MAKE) --no-print-directory BUILD=build/cuda-asan CUDA=cpu SANITIZE=address,undefined CFLAGS="-O1 -march=native" tests
+	@$(MAKE) --no-print-directory BUILD=build/cuda-races CUDA=cpu RACES=1 CFLAGS="-O1 -march=native" tests
+	VLM_CUDA=1 $(PY) -m pytest -q test/cuda
 
 tsan: venv ## the threads under ThreadSanitizer (clang, whose OpenMP tells the sanitizer of its barriers)
 	@sh test/setup.sh clang libclang-rt-dev libomp-dev
-	@$(MAKE) --no-print-directory BUILD=build/tsan CC=clang SANITIZE=thread CFLAGS="-O1 -march=native" tests
+	@$(MAKE) --no-print-directory BUILD=build/tsan CUDA=0 CC=clang SANITIZE=thread CFLAGS="-O1 -march=native" tests
 	TSAN_OPTIONS=ignore_noninstrumented_modules=1 VLM_SCHEDULES=250 VLM_BUILD=build/tsan $(PY) -m pytest -q test/test_programs.py
 
 parity: all venv ## compare every stage with Hugging Face transformers, live
@@ -88,7 +134,7 @@ venv: setup
 	@$(PY) -m pip install -q --disable-pip-version-check -r test/requirements.txt
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1: /p' Makefile | awk -F': ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile | awk -F': ' '{ printf "  make %-9s %s\n", $$1, $$2 }'
 
 clean: ## remove what was built
 	rm -rf build vlm

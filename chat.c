@@ -186,7 +186,7 @@ static const Option options[] = {
     {'p', "prompt", "PROMPT", TEXT, AT(prompt), 0, 0, CHAT, "answer this and leave"},
     {0, "chat", "FILE", TEXT, AT(chat), 0, 0, CHAT, "answer a conversation: OpenAI's JSON array of messages"},
     {0, "chats", "FILE", TEXT, AT(chats), 0, 0, CHAT, "one such array a line, many at once; JSON lines out"},
-    {0, "device", "NAME", TEXT, AT(device), 0, 0, ANY, "where to compute: cpu; null: nowhere, for plans"},
+    {0, "device", "NAME", TEXT, AT(device), 0, 0, ANY, "where to compute: cpu, cuda (the default), null (plans only)"},
     {0, "threads", "N", INT, AT(threads), 1, 1024, ANY, "CPU threads (default: the cores that are ours)"},
     {0, "memory", "SIZE", SIZE, AT(engine.memory), 1, MOST_BYTES, PLANNED, "bytes for everything: 512M, 2G"},
     {0, "ctx", "N", INT, AT(engine.ctx), 1, MANY, PLANNED, "tokens of a conversation, answers too"},
@@ -334,9 +334,21 @@ static const Option *option_find(int value) {
     return NULL;
 }
 
+#ifdef HAVE_CUDA
+#define DEVICES "cpu, cuda and null"
+static const Device *const devices[] = {&device_cpu, &device_cuda, &device_null};
+#else
+#define DEVICES "cpu and null"
+static const Device *const devices[] = {&device_cpu, &device_null};
+#endif
+
+// The device of that name, or NULL. No name: CUDA's where there is one.
 static const Device *device_find(const char *name) {
-    if (!strcmp(name, device_cpu.name)) return &device_cpu;
-    return strcmp(name, device_null.name) ? NULL : &device_null;
+    Error none;
+    if (!name && !strcmp(devices[1]->name, "cuda") && devices[1]->start(&none)) return devices[1];
+    for (size_t i = 0; i < sizeof devices / sizeof *devices; i++)
+        if (!name || !strcmp(name, devices[i]->name)) return devices[i];
+    return NULL;
 }
 
 // Combinations that cannot be meant, found before anything is loaded.
@@ -350,7 +362,7 @@ static void settings_check(const Settings *s) {
     if (s->type && !s->shape) usage("--type needs --shape: a model file has its own type");
     if (s->type && strcmp(s->type, "f32") != 0 && strcmp(s->type, "bf16") != 0)
         usage("--type '%s': give f32 or bf16", s->type);
-    if (!device_find(s->device)) usage("--device '%s': not built in; this program has cpu and null", s->device);
+    if (!device_find(s->device)) usage("--device '%s': not built in; this program has %s", s->device, DEVICES);
     if (s->command == CHAT && device_find(s->device) == &device_null)
         usage("--device null computes nothing: it is for 'vlm bench' and 'vlm map'");
     if (s->command != BENCH) return;
@@ -371,7 +383,7 @@ static Command command_parse(int *argc, char ***argv) {
 }
 
 static Settings settings_parse(int argc, char **argv) {
-    Settings s = {.device = "cpu", .seed = -1, .logprobs = -1, .sampling = {.top_p = 1, .repetition_penalty = 1}};
+    Settings s = {.seed = -1, .logprobs = -1, .sampling = {.top_p = 1, .repetition_penalty = 1}};
     struct option longs[N_OPTIONS + 1] = {0};
     char shorts[2 * N_OPTIONS + 2] = ":", *end = shorts + 1; // the colon: a missing value is reported as ':'
     for (int i = 0, n = 0; i < N_OPTIONS; i++) {
@@ -1044,10 +1056,12 @@ static json_t *map_json(const MemoryMap *m, size_t decode_workspace, size_t bodi
     json_t *images = json_pack("{s:i, s:i, s:i, s:I, s:I, s:I}", "slots", m->slots, "used", m->slots_used, "pinned",
                                m->slots_pinned, "hits", (json_int_t)m->image_hits, "misses",
                                (json_int_t)m->image_misses, "evictions", (json_int_t)m->image_evictions);
-    return json_pack("{s:s, s:I, s:o, s:o, s:o, s:{s:i, s:i}, s:{s:I, s:I}}", "device", m->device, "total",
-                     (json_int_t)m->total, "owners", owners, "blocks", blocks, "images", images, "sequences", "running",
-                     m->running, "waiting", m->waiting, "host", "decode_workspace", (json_int_t)decode_workspace,
-                     "bodies", (json_int_t)bodies);
+    json_t *map = json_pack("{s:s, s:I, s:o, s:o, s:o, s:{s:i, s:i}, s:{s:I, s:I}}", "device", m->device, "total",
+                            (json_int_t)m->total, "owners", owners, "blocks", blocks, "images", images, "sequences",
+                            "running", m->running, "waiting", m->waiting, "host", "decode_workspace",
+                            (json_int_t)decode_workspace, "bodies", (json_int_t)bodies);
+    if (m->device_held) json_object_set_new(map, "device_held", json_integer((json_int_t)m->device_held));
+    return map;
 }
 
 static void map_row(const char *name, const Owner *o, const char *what) {
@@ -1081,6 +1095,9 @@ static void map_print(const MemoryMap *m, const Config *config, size_t workspace
            m->slots, size_text(slot, (double)m->slot_bytes), m->slots_used, m->slots_pinned, (long long)m->image_hits,
            (long long)m->image_misses, (long long)m->image_evictions, size_text(tower, (double)m->tower_bytes));
     printf("  host     %s to decode pictures in, outside of the total\n", size_text(work, (double)workspace));
+    if (m->device_held)
+        printf("  device   %s for its driver, the code and its scratch, outside of the total\n",
+               size_text(work, (double)m->device_held));
 }
 
 static int map_command(const Settings *settings) {

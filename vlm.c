@@ -1908,6 +1908,11 @@ static bool engine_size(Engine *e, const Config *config, size_t weight_bytes, co
     e->image_bytes = align_up(e->cache.n_slots * slot_bytes, ALIGN) + e->tower_bytes;
 
     size_t fixed = weight_bytes + e->image_bytes + e->arena.size + e->io_bytes;
+    if (!o->memory && !o->kv_blocks && e->device->memory) { // nine tenths of what is free there
+        size_t available, held;
+        e->device->memory(&available, &held);
+        o->memory = available / 10 * 9;
+    }
     size_t least = fixed + align_up((o->kv_blocks ? o->kv_blocks : e->table_stride) * e->block_bytes, ALIGN);
     if (o->memory && o->memory < least)
         return fail(err, 400,
@@ -1956,6 +1961,8 @@ void engine_map(const Engine *e, MemoryMap *m) {
     for (int i = 0; i < c->n_slots && c->entries; i++)
         if (c->entries[i].n_rows && c->entries[i].pins) m->slots_pinned += div_up(c->entries[i].n_rows, SLOT_ROWS);
     for (int i = 0; i < N_OWNERS; i++) m->total += m->owners[i].bytes;
+    size_t available;
+    if (e->device->memory) e->device->memory(&available, &m->device_held);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -2034,6 +2041,7 @@ Engine *engine_open(const Model *model, const Device *device, const EngineOption
     assert(model->file || device == &device_null); // a shape without weights can only be planned
     if (options->dump && !dump_check(options->dump, err)) return NULL;
     size_t weight_bytes = model->file ? modelfile_bytes(model->file) : config_weight_bytes(&model->config);
+    if (device->start && !device->start(err)) return NULL;
     Engine *e = engine_new(&model->config, weight_bytes, device, options, err);
     if (!e) return NULL;
     if (!trace_open(e, err) || !engine_reserve(e, model, err)) {

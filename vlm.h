@@ -16,6 +16,14 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#ifdef __cplusplus // vlm.cu
+extern "C" {
+#endif
+#ifdef __CUDACC__
+#define HOST_DEVICE __host__ __device__ // for functions that kernels call too
+#else
+#define HOST_DEVICE
+#endif
 
 // ---------------------------------------------------------------------------------------------
 // Errors. What a request, a file or the machine does wrong is an Error that names it and the
@@ -311,6 +319,11 @@ typedef struct Device {
                            // default
     double (*clock)(void); // seconds; NULL: the host's monotonic clock
 
+    // Begin to use it; false, and why, where the machine has none. NULL: it is always there.
+    bool (*start)(Error *err);
+    // Bytes that reserve() could give now, and bytes that it holds beside what it was asked for. NULL: not known.
+    void (*memory)(size_t *available, size_t *held);
+
     // The one allocation, aligned to 256 bytes, and the host's end of transfers (page-locked where that helps). NULL:
     // no such memory. And their ends.
     void *(*reserve)(size_t bytes);
@@ -393,6 +406,7 @@ typedef struct Device {
 } Device;
 
 extern const Device device_cpu;  // vlm_cpu.c
+extern const Device device_cuda; // vlm.cu, in builds with CUDA
 extern const Device device_null; // vlm_null.c
 
 // The null device computes nothing: its operations count bytes and flops and advance its clock by a roofline, so that
@@ -409,7 +423,7 @@ void null_use(const Roofline *roofline);
 void null_measure(bool measuring);
 
 // The uniform number of (seed, step, id), in (0, 1): the same on every device.
-static inline float sample_uniform(uint64_t seed, uint64_t step, uint32_t id) {
+HOST_DEVICE static inline float sample_uniform(uint64_t seed, uint64_t step, uint32_t id) {
     uint64_t x = seed + 0x9e3779b97f4a7c15u * (step + 1); // splitmix64's increment and finaliser, twice
     for (int round = 0; round < 2; round++) {
         x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -494,7 +508,8 @@ enum { OWNER_WEIGHTS, OWNER_KV, OWNER_IMAGES, OWNER_ARENA, OWNER_IO, N_OWNERS };
 
 typedef struct MemoryMap {
     const char *device;
-    size_t total; // == sum of owners' bytes
+    size_t total;       // == sum of owners' bytes
+    size_t device_held; // bytes in use there beside the total: driver, code, the device's scratch; 0: not known
     Owner owners[N_OWNERS];
     int blocks, blocks_free, blocks_cached, blocks_held; // free + cached + held == blocks
     int slots, slots_used, slots_pinned;                 // of picture rows
@@ -515,3 +530,7 @@ bool engine_plan(const Config *config, size_t weight_bytes, const Device *device
 // one after another in each of N places, each with a new picture (or none without images=) and a prompt of new tokens.
 bool bench_load(const Model *model, const Device *device, const EngineOptions *options, const char *load, bool json,
                 Error *err);
+
+#ifdef __cplusplus
+}
+#endif

@@ -8,6 +8,7 @@ FILES = {
     "vlm.c": "the engine: model file, memory plan, vision tower, language model, KV blocks, scheduler, step",
     "vlm_null.c": "the operations as a roofline: the memory plan and simulations",
     "vlm_cpu.c": "the operations in C: the reference device",
+    "vlm.cu": "the operations in CUDA",
     "image.c": "bytes of a picture -> upright RGB -> resized -> patches",
     "tokenizer.c": "text <-> ids, chat template",
     "chat.c": "the command line and the chat",
@@ -15,6 +16,7 @@ FILES = {
     "weights_export.py": "Hugging Face checkpoint -> one .vlm file",
     "tiny/train.py": "how the small model was trained",
     "test/ops.c": "every operation against double precision: what a port must pass",
+    "test/cuda_on_cpu.h": "CUDA's execution model on a CPU, with detectors of faults",
     "test/engine.c": "random schedules: same bytes, nothing lost",
 }
 for name, what in FILES.items():

@@ -2,7 +2,7 @@
 // the rule of arithmetic: rows computed together == rows computed alone, bit for bit. Passing it is what "ported"
 // means.
 //
-//   test_ops [cpu]      prints a line per operation that fails, and the counts
+//   test_ops [cpu|cuda]      prints a line per operation that fails, and the counts
 #include "check.h"
 #include "vlm.h"
 #include <math.h>
@@ -10,6 +10,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+static const Device *const devices[] = {
+    &device_cpu,
+#ifdef HAVE_CUDA
+    &device_cuda,
+#endif
+};
 static const Device *dev;
 // ---------------------------------------------------------------------------------------------
 // Numbers, and arrays that live on the device with a host copy in double
@@ -468,8 +474,11 @@ static void test_sample_frequencies(void) {
 }
 
 int main(int argc, char **argv) {
-    dev = &device_cpu;
-    if (argc > 1 && strcmp(argv[1], dev->name)) return fprintf(stderr, "no device %s in this build\n", argv[1]), 2;
+    for (size_t i = 0; i < sizeof devices / sizeof *devices && !dev; i++)
+        if (argc < 2 || !strcmp(argv[1], devices[i]->name)) dev = devices[i];
+    if (!dev) return fprintf(stderr, "no device %s in this build\n", argv[1]), 2;
+    Error err;
+    if (dev->start && !dev->start(&err)) return fprintf(stderr, "vlm: %s\n", err.message), 1;
     pool = dev->reserve(POOL);
     if (!pool) return fprintf(stderr, "no memory\n"), 1;
     for (Dtype type = F32; type <= BF16; type++) {
@@ -479,12 +488,15 @@ int main(int argc, char **argv) {
         test_linear(type, F32, 9, 18, 1176, false, false), test_linear(type, F32, 67, 35, 100, true, true);
         test_linear(type, type, 130, 64, 256, true, false), test_linear(type, F32, 3, 640, 192, false, true);
         test_linear(type, F32, 4, 5, 31, true, false), test_linear(type, F32, 2, 3, 3000, true, true);
+        test_linear(type, F32, 27, 40, 520, true, false), test_linear(type, F32, 40, 20, 1100, true, false);
         test_rope(type, 9, 3, 32, 3), test_rope(type, 33, 1, 4, 2), test_rope(type, 5, 2, 80, 2);
         test_attention_paged(type, 1, (int[]){1}, (int[]){1}, 1, 1, 8, 0);
         test_attention_paged(type, 3, (int[]){17, 100, 33}, (int[]){1, 100, 5}, 6, 2, 32, 0);
         test_attention_paged(type, 2, (int[]){300, 16}, (int[]){1, 16}, 4, 4, 20, 0);
         test_attention_paged(type, 2, (int[]){70, 131}, (int[]){70, 3}, 40, 1, 128, 0);
         test_attention_paged(type, 2, (int[]){90, 131}, (int[]){90, 3}, 4, 2, 64, 40);
+        test_attention_paged(type, 2, (int[]){65, 200}, (int[]){2, 1}, 14, 2, 128, 0);
+        test_attention_paged(type, 1, (int[]){300}, (int[]){40}, 4, 2, 80, 0);
         test_attention_segments(type, 1, (int[]){1}, 1, 4), test_attention_segments(type, 3, (int[]){64, 32, 4}, 4, 32);
         test_attention_segments(type, 2, (int[]){100, 37}, 3, 20),
             test_attention_segments(type, 1, (int[]){333}, 2, 80);

@@ -106,7 +106,7 @@ def test_bad_numbers_are_refused(flag):
 @pytest.mark.parametrize("args, words", [
     (["--nope"], ["--nope"]), (["-x"], ["-x"]), (["-m"], ["--model", "FILE"]), (["--json=1"], ["--json", "no value"]),
     (["frob"], ["'frob'", "chat, map, bench, tokenize"]), (["-p", "x", "a.png"], ["'a.png'", "-i"]),
-    (["--device", "cuda"], ["cuda", "cpu"]), (["--device", ""], ["cpu"]),
+    (["--device", "tpu"], ["tpu", "cpu"]), (["--device", ""], ["cpu"]),
     (["--logprobs", "21", "--json"], ["--logprobs", "20"]), (["--logprobs", "-1", "--json"], ["--logprobs"]),
     (["-p", "x", "--logprobs", "1"], ["--logprobs", "--json"]), (["--chat", "a", "-p", "x"], ["--chat", "-p"]),
     (["--chat", "a", "--chats", "b"], ["--chats"]), (["--chats", "a", "-i", "x"], ["-i"]),
@@ -533,3 +533,9 @@ def test_trace_is_a_chrome_trace(tmp_path):
     assert kinds == {"M", "X", "C"}
     assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
     refused(vlm("-p", "hi", "--trace", tmp_path / "no" / "trace.json"), "--trace", status=1)
+
+
+def test_cuda_is_there_or_says_why_not():
+    r = vlm("-p", "hi", "-n", "2", "--device", "cuda")
+    lines = r.stderr.decode().splitlines()
+    assert r.returncode == 0 or len(lines) == 1 and "--device" in lines[0] and "cpu" in lines[0], lines

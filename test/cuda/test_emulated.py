@@ -1,0 +1,122 @@
+"""vlm.cu on the CPU (test/cuda_on_cpu.h), as `make test-cuda` builds it: its operations, the faults that the emulation
+must find, the layout of the tensor core's fragments, and the small model's text."""
+import json
+import os
+import pathlib
+import subprocess
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+PLAIN, ASAN, RACES = ROOT / "build/cuda", ROOT / "build/cuda-asan", ROOT / "build/cuda-races"
+
+
+def run(program, *args, seed=0, **kw):
+    env = os.environ | {"CUDA_ON_CPU_SEED": str(seed)}
+    return subprocess.run([str(program), *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, **kw)
+
+
+@pytest.mark.parametrize("build,seed", [(PLAIN, 0), (PLAIN, 1), (PLAIN, 2), (PLAIN, 3), (ASAN, 0), (ASAN, 1), (RACES, 0)])
+def test_ops(build, seed):
+    done = run(build / "test_ops", "cuda", seed=seed)
+    print(done.stdout[-2000:], done.stderr[-4000:])
+    passed, failed = done.stdout.splitlines()[-1].split(", ")
+    assert done.returncode == 0 and failed == "0 failed" and int(passed.split()[0]) > 500
+
+
+# Which build finds a fault, under which seed, and what it says.
+FAULTS = [
+    (PLAIN, 0, "barrier-divergence", "__syncthreads divergence: thread 0 is at test/cuda_faults.cu:"),
+    (PLAIN, 0, "barrier-exit", "thread 5 has left the kernel"),
+    (PLAIN, 0, "warp-divergence", "warp divergence: lane 31 is at test/cuda_faults.cu:"),
+    (PLAIN, 0, "warp-exit", "lane 8 has left the kernel"),
+    (PLAIN, 0, "shuffle-mask", "shuffle from lane 9 outside the mask 000000ff"),
+    (PLAIN, 0, "shared-room", "the kernel uses 512 bytes of shared memory, its launch gave 256"),
+    (PLAIN, 0, "copy-misaligned", "a misaligned cp.async of 16 bytes"),
+    (PLAIN, 0, "past-allocation", "no such address"),
+    (PLAIN, 0, "missing-barrier", "the values are wrong"),
+    (PLAIN, 1, "missing-wait", "the values are wrong"),  # odd seeds: the copy lands at the wait, so never
+    (PLAIN, 0, "uninitialised-shared", "the values are wrong: their sum is"),
+    (PLAIN, 0, "uninitialised-device", "the values are wrong: their sum is"),
+    (PLAIN, 0, "host-touches", "the host touches device memory"),
+    (PLAIN, 0, "host-argument", "is no device memory"),
+    (PLAIN, 0, "too-many-threads", "a block of 2048 threads"),
+    (PLAIN, 0, "too-many-blocks", "a grid of 1 x 70000 blocks"),
+    (PLAIN, 0, "too-much-shared", "65536 bytes of shared memory, over the 49152"),
+    (PLAIN, 0, "copy-too-long", "leaves device memory"),
+    (PLAIN, 0, "no-synchronise", "the values are wrong"),
+    (ASAN, 0, "shared-overrun", "AddressSanitizer: "),
+    (ASAN, 0, "misaligned-vector", "misaligned address"),
+    (RACES, 0, "late-barrier", "race on shared memory"),
+    (RACES, 0, "block-race", "race on device memory"),
+]
+
+
+@pytest.mark.parametrize("build,seed,name,says", FAULTS, ids=[f[2] for f in FAULTS])
+def test_fault_is_found(build, seed, name, says):
+    done = run(build / "cuda_faults", name, seed=seed)
+    assert done.returncode != 0 and says in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_faultless(seed):
+    """The detectors stay silent where nothing is wrong."""
+    for build in (PLAIN, ASAN, RACES):
+        done = run(build / "cuda_faults", "none", seed=seed)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+def cute(shape, stride, index):
+    """Where a CuTe layout puts `index`: coordinates count the leftmost mode fastest, at every level."""
+    at = 0
+    for s, d in zip(shape, stride):
+        at, index = at + index % s * d, index // s
+    return at
+
+
+# (thread, value) -> element, as NVIDIA's CuTe has it in mma_traits_sm80.hpp for SM80_16x8x16_F32BF16BF16F32_TN, columns of
+# A (16 x 16), B (8 x 16) and C (16 x 8) counted first: shapes and strides of the thread's modes, then of the value's.
+LAYOUTS = {
+    "A": ((4, 8), (32, 1), (2, 2, 2), (16, 8, 128), (16, 16)),
+    "B": ((4, 8), (16, 1), (2, 2), (8, 64), (8, 16)),
+    "C": ((4, 8), (32, 1), (2, 2), (16, 8), (16, 8)),
+}
+
+
+def places(name):
+    threads, thread_strides, values, value_strides, (rows, _) = LAYOUTS[name]
+    n = int(np.prod(values))
+    at = np.array([[cute(threads, thread_strides, t) + cute(values, value_strides, v) for v in range(n)] for t in range(32)])
+    return at % rows, at // rows
+
+
+def test_fragment_layout():
+    """The emulated mma multiplies matrices that CuTe's layouts take apart: random small whole numbers, exact in bf16."""
+    rng = np.random.default_rng(7)
+    for _ in range(5):
+        a, b = rng.integers(-8, 9, (16, 16)).astype(np.float32), rng.integers(-8, 9, (8, 16)).astype(np.float32)
+        text = []
+        for name, m in (("A", a), ("B", b)):
+            upper = m[places(name)].view(np.uint32) >> 16
+            text += [f"{row[i] | row[i + 1] << 16:x}" for row in upper for i in range(0, len(row), 2)]
+        done = run(PLAIN / "cuda_faults", "layout", input="\n".join(text))
+        c = np.array([line.split() for line in done.stdout.splitlines()], dtype=np.float32)
+        assert np.array_equal(c, (a @ b.T)[places("C")])
+
+
+def test_schedules():
+    """Batches, chunks, prefixes, preemption: a random schedule gives each request the bits that it gets alone."""
+    done = run(PLAIN / "test_engine", "tiny/tiny.vlm", "1", "1", "cuda")
+    passed, failed = done.stdout.splitlines()[-1].split(", ")
+    assert done.returncode == 0 and failed == "0 failed" and int(passed.split()[0]) > 100, done.stdout[-2000:] + done.stderr
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_small_model(seed):
+    """The emulated device writes what the CPU writes, token for token: a picture, a chunked prefill, a decode."""
+    asks = ["-i", "tiny/samples/five.png", "-p", "What is in the picture?", "-n", "6", "--temperature", "0", "--json"]
+    sizes = ["--ctx", "256", "--max-batch-tokens", "40", "--max-seqs", "2"]
+    both = [run(PLAIN / "vlm", "--device", d, *asks, *sizes, seed=seed) for d in ("cpu", "cuda")]
+    assert all(done.returncode == 0 for done in both), both
+    assert json.loads(both[0].stdout)["token_ids"] == json.loads(both[1].stdout)["token_ids"]
