@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -105,11 +106,18 @@ def test_fragment_layout():
         assert np.array_equal(c, (a @ b.T)[places("C")])
 
 
-def test_schedules():
-    """Batches, chunks, prefixes, preemption: a random schedule gives each request the bits that it gets alone."""
-    done = run(PLAIN / "test_engine", "tiny/tiny.vlm", "1", "1", "cuda")
+def schedules(model, n):
+    done = run(PLAIN / "test_engine", str(model), str(n), "1", "cuda")
     passed, failed = done.stdout.splitlines()[-1].split(", ")
     assert done.returncode == 0 and failed == "0 failed" and int(passed.split()[0]) > 100, done.stdout[-2000:] + done.stderr
+
+
+def test_schedules(tmp_path):
+    """Batches, chunks, prefixes, preemption: random schedules give each request the bits that it gets alone."""
+    schedules("tiny/tiny.vlm", 1)
+    subprocess.run([sys.executable, ROOT / "test/make_model.py", tmp_path / "hf", "--shape", "mini"], check=True)
+    subprocess.run([sys.executable, ROOT / "weights_export.py", tmp_path / "hf", tmp_path / "mini.vlm"], check=True, capture_output=True)
+    schedules(tmp_path / "mini.vlm", 25)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
