@@ -90,11 +90,11 @@ cuda: ## vlm.cu with nvcc, for all GPUs, and nothing else
 
 test: all venv ## build and run every test
 	@$(MAKE) --no-print-directory tests
-	$(PYTEST) --ignore=test/parity test
+	$(PYTEST) --ignore=test/parity --ignore=test/cuda test
 
 asan: setup venv ## the tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(MAKE) --no-print-directory BUILD=build/asan CUDA=0 SANITIZE=address,undefined CFLAGS="-O2 -march=native" tests
-	VLM_SCHEDULES=10000 VLM_BUILD=build/asan $(PY) -m pytest -q --ignore=test/parity test
+	VLM_SCHEDULES=10000 VLM_BUILD=build/asan $(PY) -m pytest -q --ignore=test/parity --ignore=test/cuda test
 
 test-cuda: venv ## vlm.cu emulated on the CPU (operations, planted faults, the model's text), and what nvcc makes of it
 	@sh test/setup.sh g++
