@@ -196,7 +196,7 @@ static const Option options[] = {
     {0, "image-cache", "SIZE", SIZE, AT(engine.image_cache), 1, MOST_BYTES, PLANNED, "bytes for pictures seen"},
     {0, "kv-blocks", "N", INT, AT(engine.kv_blocks), 1, 0x1p30, PLANNED, "blocks of 16 tokens in the KV cache"},
     {0, "step-patches", "N", INT, AT(engine.step_patches), 1, 0x1p24, PLANNED, "picture work that a step does"},
-    {0, "explain", NULL, FLAG, AT(engine.explain), 0, 0, CHAT | BENCH, "one line a step on standard error"},
+    {0, "explain", NULL, FLAG, AT(engine.explain), 0, 0, CHAT | BENCH, "the plan, and a line a step, on standard error"},
     {0, "trace", "FILE", TEXT, AT(engine.trace), 0, 0, CHAT | BENCH, "Chrome trace of the steps"},
     {0, "shape", "NAME", TEXT, AT(shape), 0, 0, MAP | BENCH, "instead of a model: qwen2.5-vl-3b, -7b, -32b or -72b"},
     {0, "load", "LOAD", TEXT, AT(load), 0, 0, BENCH, "images=WxH,concurrency=N,requests=N,prompt=N,output=N"},

@@ -1591,6 +1591,14 @@ static void explain(const Engine *e, double patches, double seconds) {
             e->cache.n_slots - e->cache.n_free, e->cache.n_slots, e->n_waiting, seconds * 1e3);
 }
 
+static void explain_plan(const Engine *e) {
+    fprintf(stderr,
+            "plan: weights %.1f MB, kv %.1f MB in %d blocks, images %.1f MB in %d slots and the tower, arena %.1f MB, "
+            "io %.1f MB\n",
+            e->weight_bytes / 1e6, e->kv_bytes / 1e6, e->pool.n, e->image_bytes / 1e6, e->cache.n_slots,
+            e->arena.size / 1e6, e->io_bytes / 1e6);
+}
+
 // A bar on a lane, from `start` to `end`, in the trace's microseconds.
 static void trace_bar(Engine *e, int64_t lane, const char *name, int n, double start, double end) {
     fprintf(e->trace, "{\"ph\":\"X\",\"pid\":1,\"tid\":%" PRId64 ",\"name\":\"%s %d\",\"ts\":%.1f,\"dur\":%.1f},\n",
@@ -2052,6 +2060,7 @@ Engine *engine_open(const Model *model, const Device *device, const EngineOption
     cache_open(&e->cache, e->cache.n_slots, e->cache.slots_per_image);
     rope_setup(e);
     e->running = xcalloc(e->options.max_seqs, sizeof(SequenceState *));
+    if (options->explain) explain_plan(e);
     return e;
 }
 
@@ -2083,12 +2092,18 @@ bool engine_check(const Engine *e, Error *err) {
     if (unused != p->n_free + p->n_cached || hashed != p->n_cached)
         return fail(err, 500, "%d unused blocks, %d with content; counted are %d free, %d cached", unused, hashed,
                     p->n_free, p->n_cached);
-    int64_t holders = 0, held = 0, in_tables = 0;
-    for (int b = 0; b < p->n; b++) holders += p->blocks[b].holders, held += p->blocks[b].holders > 0;
-    for (int i = 0; i < e->n_running; i++) in_tables += e->running[i]->n_blocks;
-    if (holders != in_tables || held + unused != p->n)
-        return fail(err, 500, "%" PRId64 " holders, %" PRId64 " blocks in tables; %" PRId64 " held + %d unused of %d",
-                    holders, in_tables, held, unused, p->n);
+    for (int b = 0; b < p->n; b++) {
+        int holders = 0;
+        int64_t one = 0; // of them, for the message
+        for (int i = 0; i < e->n_running; i++)
+            for (int k = 0; k < e->running[i]->n_blocks; k++)
+                if (e->running[i]->blocks[k] == b) holders++, one = e->running[i]->seq.id;
+        if (holders != p->blocks[b].holders)
+            return fail(err, 500, "block %d counts %d holders, %d tables have it, #%" PRId64 "'s among them", b,
+                        p->blocks[b].holders, holders, one);
+        unused += holders > 0;
+    }
+    if (unused != p->n) return fail(err, 500, "%d blocks are unused or held, of %d", unused, p->n);
     int pins = 0, span_pins = 0;
     for (int i = 0; i < e->cache.n_slots; i++) pins += e->cache.entries[i].n_rows ? e->cache.entries[i].pins : 0;
     for (int i = 0; i < e->n_running; i++)

@@ -320,6 +320,10 @@ static void test_plan_is_taken(void) {
     engine_map(e, &live);
     check(reserved == plan.total - weights && reservations == 2, "taken: %zu bytes in %zu calls, planned %zu", reserved,
           reservations, plan.total - weights);
+    Sequence *s = engine_submit(e, &cases[N_REQUESTS - 1].request, &err);
+    drain(e, 5000);
+    engine_release(e, s);
+    check(reservations == 2, "a request took memory of the device: %zu calls", reservations);
     for (int i = 0; i < N_OWNERS; i++)
         check(live.owners[i].bytes == plan.owners[i].bytes, "%s: planned %zu, has %zu", live.owners[i].name,
               plan.owners[i].bytes, live.owners[i].bytes);

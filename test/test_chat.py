@@ -517,9 +517,10 @@ def test_bench_says_what_does_not_fit():
     refused(run("vlm", *BENCH, "--load", "images=10x3000,requests=1"), "200", status=1)
 
 
-def test_explain_has_a_line_a_step():
+def test_explain_has_the_plan_and_a_line_a_step():
     r = vlm("-p", "hi", "-n", "3", "--explain")
-    lines = r.stderr.decode().splitlines()
+    plan, *lines = r.stderr.decode().splitlines()
+    assert plan.startswith("plan: weights")
     assert len(lines) == len({line.split(":")[0] for line in lines}) >= 1
     assert "prefill #1" in lines[0] and all("kv" in line and "arena" in line for line in lines)
 
