@@ -25,7 +25,7 @@ typedef struct Merge {
 typedef struct Template {
     json_t *json;  // owns roles and after_role
     json_t *roles; // the names a message may have
-    const char *after_role;
+    const char *after_role, *default_system;
     int32_t open, image_before, image, image_after;
     Ids default_turn; // the default system message, whole; empty if the template has none
     Ids turn_end;     // close, and what is between turns
@@ -208,8 +208,9 @@ static bool template_open(Tokenizer *tok, const ModelFile *file, json_t *special
     ids_push(&t->turn_end, close);
     if (!tokenizer_encode(tok, after_close, strlen(after_close), &t->turn_end, err)) return false;
     if (!turn_start(tok, "assistant", "", &t->reply, err)) return false;
+    t->default_system = json_is_null(system) ? "" : json_string_value(system);
     if (json_is_null(system)) return true;
-    if (!turn_start(tok, "system", json_string_value(system), &t->default_turn, err)) return false;
+    if (!turn_start(tok, "system", t->default_system, &t->default_turn, err)) return false;
     ids_append(&t->default_turn, t->turn_end.data, t->turn_end.n);
     return true;
 }
@@ -242,6 +243,8 @@ void tokenizer_close(Tokenizer *tok) {
 }
 
 int tokenizer_vocab(const Tokenizer *tok) { return tok->n; }
+
+const char *tokenizer_default_system(const Tokenizer *tok) { return tok->template.default_system; }
 
 const char *tokenizer_bytes(const Tokenizer *tok, int32_t id, size_t *n) {
     if (id < 0 || id >= tok->n) return NULL;

@@ -35,19 +35,39 @@
 // ---------------------------------------------------------------------------------------------
 // Small helpers
 
-bool fail(Error *err, int status, const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    err->status = status;
-    vsnprintf(err->message, sizeof err->message, format, args);
-    va_end(args);
-    // Quoted names are cut to a length in bytes, and need not have been text at all: keep the message UTF-8.
-    for (char *p = err->message; *p;) {
+// Names are cut to a length in bytes, and need not have been text at all: keep what is said UTF-8.
+static void keep_utf8(char *p) {
+    while (*p) {
         utf8proc_int32_t c;
         utf8proc_ssize_t n = utf8proc_iterate((const utf8proc_uint8_t *)p, -1, &c);
         if (n < 1) *p = '?', n = 1;
         p += n;
     }
+}
+
+static void error_fill(Error *err, int status, const char *field, const char *format, va_list args) {
+    char message[sizeof err->message]; // one of the arguments may be the error's own
+    vsnprintf(message, sizeof message, format, args);
+    snprintf(err->param, sizeof err->param, "%s", field);
+    memcpy(err->message, message, sizeof message);
+    err->status = status;
+    keep_utf8(err->message);
+    keep_utf8(err->param);
+}
+
+bool fail(Error *err, int status, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    error_fill(err, status, "", format, args);
+    va_end(args);
+    return false;
+}
+
+bool fail_at(Error *err, const char *field, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    error_fill(err, 400, field, format, args);
+    va_end(args);
     return false;
 }
 

@@ -34,10 +34,13 @@ extern "C" {
 typedef struct Error {
     int status;
     char message[240];
+    char param[48]; // the request's field at fault; "": none
 } Error;
 
 // Fill `err` and return false, so that a function can `return fail(err, 400, ...)`.
 bool fail(Error *err, int status, const char *format, ...) __attribute__((format(printf, 3, 4)));
+// The same for a field of a request, with status 400.
+bool fail_at(Error *err, const char *field, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 // A growing list of token ids. Zero-initialise; free(ids.data) ends it.
 typedef struct Ids {
@@ -79,6 +82,8 @@ typedef struct Tokenizer Tokenizer;
 Tokenizer *tokenizer_open(const ModelFile *file, Error *err);
 void tokenizer_close(Tokenizer *tok);
 int tokenizer_vocab(const Tokenizer *tok);
+// The template's default system message; "" if it has none.
+const char *tokenizer_default_system(const Tokenizer *tok);
 // Append the ids of `n` bytes of text. What looks like a special token in it is plain text.
 // Fails (400) on invalid UTF-8, naming the byte, and (413) over 1 GiB; `out` is then as it was. Time is O(n log n).
 bool tokenizer_encode(const Tokenizer *tok, const char *text, size_t n, Ids *out, Error *err);
