@@ -47,7 +47,7 @@ all: setup ## build ./vlm (the default)
 vlm: $(BUILD)/vlm
 	cp -f $< $@
 
-$(BUILD)/vlm: $(BUILD)/chat.o $(BUILD)/bench.o $(ENGINE)
+$(BUILD)/vlm: $(BUILD)/chat.o $(BUILD)/request.o $(BUILD)/bench.o $(ENGINE)
 	$(CC) $(CFLAGS) $^ -o $@ $(LDLIBS)
 
 $(BUILD)/%.o: %.c | $(BUILD)
