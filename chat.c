@@ -81,8 +81,9 @@ typedef enum Command {
     MAP = 2,
     TOKENIZE = 4,
     BENCH = 8,
-    HELP = 16,
-    PLANNED = CHAT | MAP | BENCH, // what plans an engine's memory
+    SERVE = 16,
+    HELP = 32,
+    PLANNED = CHAT | MAP | BENCH | SERVE, // what plans an engine's memory
     ANY = PLANNED | TOKENIZE
 } Command;
 
@@ -92,6 +93,7 @@ typedef struct Settings {
     const char **images; // owned; the strings are argv's
     int n_images;
     EngineOptions engine;
+    ServeOptions serve;
     Sampling sampling; // but for these two:
     int64_t seed;      // -1: a random one for each answer
     int logprobs;      // -1: none
@@ -132,8 +134,8 @@ static const Option options[] = {
     {0, "image-cache", "SIZE", SIZE, AT(engine.image_cache), 1, MOST_BYTES, PLANNED, "bytes for pictures seen"},
     {0, "kv-blocks", "N", INT, AT(engine.kv_blocks), 1, 0x1p30, PLANNED, "blocks of 16 tokens in the KV cache"},
     {0, "step-patches", "N", INT, AT(engine.step_patches), 1, 0x1p24, PLANNED, "picture work that a step does"},
-    {0, "explain", NULL, FLAG, AT(engine.explain), 0, 0, CHAT | BENCH, "the plan, and a line a step, on standard error"},
-    {0, "trace", "FILE", TEXT, AT(engine.trace), 0, 0, CHAT | BENCH, "Chrome trace of the steps"},
+    {0, "explain", NULL, FLAG, AT(engine.explain), 0, 0, CHAT | BENCH | SERVE, "the plan, and a line a step, on standard error"},
+    {0, "trace", "FILE", TEXT, AT(engine.trace), 0, 0, CHAT | BENCH | SERVE, "Chrome trace of the steps"},
     {0, "shape", "NAME", TEXT, AT(shape), 0, 0, MAP | BENCH, "instead of a model: qwen2.5-vl-3b, -7b, -32b or -72b"},
     {0, "load", "LOAD", TEXT, AT(load), 0, 0, BENCH, "images=WxH,concurrency=N,requests=N,prompt=N,output=N"},
     {0, "roofline", "NAME", TEXT, AT(roofline), 0, 0, BENCH, "of the null device: h100 (default), h200, rtx4090, here"},
@@ -153,6 +155,26 @@ static const Option options[] = {
     {0, "frequency-penalty", "R", REAL, AT(sampling.frequency_penalty), -100, 100, CHAT,
      "the same, times how often (0: off)"},
     {0, "system", "TEXT", TEXT, AT(system), 0, 0, CHAT, "the system message"},
+    {.name = "server"},
+    {0, "host", "H", TEXT, AT(serve.host), 0, 0, SERVE, "address to listen at (default 127.0.0.1: this machine only)"},
+    {0, "port", "P", INT, AT(serve.port), 0, 65535, SERVE, "port to listen at (default 8000; 0: any free one)"},
+    {0, "api-key", "KEY", TEXT, AT(serve.api_key), 0, 0, SERVE, "that clients must send (or VLM_API_KEY in the environment)"},
+    {0, "model-name", "NAME", TEXT, AT(serve.model_name), 0, 0, SERVE, "its id for clients (default: the file's name)"},
+    {0, "max-body", "SIZE", SIZE, AT(serve.max_body), 1, 0x1p40, SERVE, "of a request (default 64M)"},
+    {0, "body-memory", "SIZE", SIZE, AT(serve.body_memory), 1, 0x1p40, SERVE, "for bodies; more wait unread (default 256M)"},
+    {0, "max-images", "N", INT, AT(serve.max_images), 0, 4096, SERVE, "pictures of a request (default 32)"},
+    {0, "picture-memory", "SIZE", SIZE, AT(serve.picture_memory), 1, 0x1p40, SERVE, "for resized pictures; more wait (default 256M)"},
+    {0, "max-queue", "N", INT, AT(serve.max_queue), 1, MANY, SERVE, "requests in work; more get 429 (default 256)"},
+    {0, "max-connections", "N", INT, AT(serve.max_connections), 1, 65536, SERVE, "clients connected (default 512)"},
+    {0, "header-seconds", "N", INT, AT(serve.header_seconds), 1, 3600, SERVE, "for a request's head (default 10)"},
+    {0, "idle-seconds", "N", INT, AT(serve.idle_seconds), 1, 86400, SERVE, "without a byte from or to a client (default 60)"},
+    {0, "fetch-seconds", "N", INT, AT(serve.fetch_seconds), 1, 3600, SERVE, "for a picture from http(s) (default 10)"},
+    {0, "fetch-bytes", "SIZE", SIZE, AT(serve.fetch_bytes), 1, 0x1p32, SERVE, "of a picture from http(s) (default 32M)"},
+    {0, "allow-images-from", "LIST", TEXT, AT(serve.allow_images_from), 0, 0, SERVE, "networks, beside public ones: 10.0.0.0/8,::1"},
+    {0, "media-dir", "DIR", TEXT, AT(serve.media_dir), 0, 0, SERVE, "that file:// pictures may be read from (default: none)"},
+    {0, "strict", NULL, FLAG, AT(serve.strict), 0, 0, SERVE, "unknown fields and models are errors"},
+    {0, "drain", "N", INT, AT(serve.drain), 0, 86400, SERVE, "seconds to listen on after SIGTERM, /health saying 503 (default 0)"},
+    {0, "quiet", NULL, FLAG, AT(serve.quiet), 0, 0, SERVE, "no line per request on standard error"},
     {.name = "output"},
     {0, "json", NULL, FLAG, AT(json), 0, 0, PLANNED, "one JSON object"},
     {0, "logprobs", "N", INT, AT(logprobs), 0, MAX_LOGPROBS, CHAT, "with --json: log-probabilities, and of the N best"},
@@ -168,6 +190,7 @@ static const char *command_name(Command command) {
     case MAP: return "map";
     case TOKENIZE: return "tokenize";
     case BENCH: return "bench";
+    case SERVE: return "serve";
     case HELP: return "help";
     default: return "chat";
     }
@@ -187,6 +210,7 @@ static _Noreturn void usage(const char *format, ...) {
 static void help_print(void) {
     puts("vlm.c " VERSION ": talk about pictures with a vision-language model\n\n"
          "  vlm [chat] [-m FILE] [-i IMAGE]... [-p PROMPT]   one answer to -p or piped text, else a conversation\n"
+         "  vlm serve [-m FILE] [--host H] [--port P]        OpenAI-compatible server, and a page for people\n"
          "  vlm map [-m FILE | --shape NAME]                 the memory plan: every byte and its owner\n"
          "  vlm bench [-m FILE | --shape NAME --device null] --load LOAD   serve a load and measure\n"
          "  vlm tokenize [-m FILE] < TEXT                    the ids of a text as a JSON array; --decode: back\n"
@@ -299,7 +323,7 @@ static void settings_check(const Settings *s) {
     if (s->type && strcmp(s->type, "f32") != 0 && strcmp(s->type, "bf16") != 0)
         usage("--type '%s': give f32 or bf16", s->type);
     if (!device_find(s->device)) usage("--device '%s': not built in; this program has %s", s->device, DEVICES);
-    if (s->command == CHAT && device_find(s->device) == &device_null)
+    if (s->command & (CHAT | SERVE) && device_find(s->device) == &device_null)
         usage("--device null computes nothing: it is for 'vlm bench' and 'vlm map'");
     if (s->command != BENCH) return;
     if (!s->load) usage("vlm bench needs --load, as in --load images=640x480,concurrency=8,requests=100");
@@ -315,11 +339,26 @@ static Command command_parse(int *argc, char ***argv) {
         (*argc)--, (*argv)++;
         return c;
     }
-    usage("'%s' is no command (chat, map, bench, tokenize, help); pictures are given with -i", word);
+    usage("'%s' is no command (chat, serve, map, bench, tokenize, help); pictures are given with -i", word);
 }
 
 static Settings settings_parse(int argc, char **argv) {
-    Settings s = {.seed = -1, .logprobs = -1, .sampling = {.top_p = 1, .repetition_penalty = 1}};
+    Settings s = {.seed = -1,
+                  .logprobs = -1,
+                  .sampling = {.top_p = 1, .repetition_penalty = 1},
+                  .serve = {.host = "127.0.0.1",
+                            .api_key = getenv("VLM_API_KEY"),
+                            .port = 8000,
+                            .max_body = 64 << 20,
+                            .body_memory = 256 << 20,
+                            .picture_memory = 256 << 20,
+                            .fetch_bytes = 32 << 20,
+                            .max_images = 32,
+                            .max_queue = 256,
+                            .max_connections = 512,
+                            .header_seconds = 10,
+                            .idle_seconds = 60,
+                            .fetch_seconds = 10}};
     struct option longs[N_OPTIONS + 1] = {0};
     char shorts[2 * N_OPTIONS + 2] = ":", *end = shorts + 1; // the colon: a missing value is reported as ':'
     for (int i = 0, n = 0; i < N_OPTIONS; i++) {
@@ -855,31 +894,12 @@ static bool encode_stdin(const Tokenizer *tok, const Text *text, Error *err) {
     return ok;
 }
 
-// The text of the ids, special tokens by their names.
-static bool decode_ids(const Tokenizer *tok, json_t *list, Text *out, Error *err) {
-    TextStream stream = {0};
-    size_t i, n;
-    json_t *item;
-    json_array_foreach(list, i, item) {
-        json_int_t id = json_is_integer(item) ? json_integer_value(item) : -1;
-        const char *bytes = id >= 0 && id <= INT32_MAX ? tokenizer_bytes(tok, (int32_t)id, &n) : NULL;
-        if (!bytes)
-            return fail(err, 400, "item %zu is no id of this vocabulary (0 to %d)", i, tokenizer_vocab(tok) - 1);
-        char *room = text_room(out, stream_room(tok) + 3);
-        out->n += tokenizer_is_special(tok, (int32_t)id) ? stream_end(&stream, room)
-                                                         : stream_push(&stream, tok, (int32_t)id, room);
-        if (tokenizer_is_special(tok, (int32_t)id)) text_add(out, bytes, n);
-    }
-    out->n += stream_end(&stream, text_room(out, 3));
-    return true;
-}
-
 static bool decode_stdin(const Tokenizer *tok, const Text *text, Error *err) {
     json_error_t where;
     json_t *list = json_loadb(text->data, text->n, 0, &where);
     Text out = {0};
     bool ok = json_is_array(list) || fail(err, 400, "standard input must be a JSON array of ids, such as [1, 2, 3]");
-    ok = ok && decode_ids(tok, list, &out, err);
+    ok = ok && ids_text(tok, list, &out, err);
     if (ok) fwrite(out.data, 1, out.n, stdout);
     free(out.data);
     json_decref(list);
@@ -1656,6 +1676,27 @@ static int chat_command(const Settings *settings) {
 }
 
 // ---------------------------------------------------------------------------------------------
+// vlm serve
+
+static int serve_command(Settings *settings) {
+    Error err = {0};
+    Session s;
+    char name[128] = "";
+    bool ok = session_open(&s, settings, &err);
+    if (ok && !settings->serve.model_name) { // "tiny" of "tiny/tiny.vlm"
+        const char *base = strrchr(s.path, '/');
+        snprintf(name, sizeof name, "%s", base ? base + 1 : s.path);
+        char *end = strstr(name, ".vlm");
+        if (end && end != name && !end[4]) *end = 0;
+        settings->serve.model_name = name;
+    }
+    ok = ok && serve(s.model, s.engine, &s.work, &settings->serve, &err);
+    if (!ok) fprintf(stderr, "vlm: %s\n", err.message);
+    session_close(&s);
+    return !ok;
+}
+
+// ---------------------------------------------------------------------------------------------
 // vlm bench
 
 // What this machine reaches: 64 MB of weights once, and a product that stays in the caches.
@@ -1722,6 +1763,8 @@ int main(int argc, char **argv) {
         puts("vlm.c " VERSION);
     else if (settings.command == MAP)
         status = map_command(&settings);
+    else if (settings.command == SERVE)
+        status = serve_command(&settings);
     else if (settings.command == BENCH)
         status = bench_command(&settings);
     else if (settings.command == TOKENIZE)

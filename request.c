@@ -755,8 +755,10 @@ static bool unknown_read(Generation *g, json_t *body, bool text, bool strict, Er
     json_object_foreach(body, name, value) {
         if (field_known(name, text)) continue;
         if (strict) return fail_at(err, name, "unknown field \"%.100s\"", name);
-        if (json_array_size(g->warnings) < TOLD)
-            json_array_append_new(g->warnings, json_sprintf("unknown field \"%.100s\" ignored", name));
+        if (json_array_size(g->warnings) >= TOLD) continue;
+        Error told;
+        fail(&told, 200, "unknown field \"%.100s\" ignored", name);
+        json_array_append_new(g->warnings, json_string(told.message));
     }
     return true;
 }
@@ -973,6 +975,24 @@ json_t *map_json(const MemoryMap *m, size_t decode_workspace, size_t bodies, siz
                   (json_int_t)bodies, "pictures", (json_int_t)pictures);
     if (m->device_held) json_object_set_new(map, "device_held", json_integer((json_int_t)m->device_held));
     return map;
+}
+
+bool ids_text(const Tokenizer *tok, json_t *list, Text *out, Error *err) {
+    TextStream stream = {0};
+    size_t i, n;
+    json_t *item;
+    json_array_foreach(list, i, item) {
+        json_int_t id = json_is_integer(item) ? json_integer_value(item) : -1;
+        const char *bytes = id >= 0 && id <= INT32_MAX ? tokenizer_bytes(tok, (int32_t)id, &n) : NULL;
+        if (!bytes)
+            return fail(err, 400, "item %zu is no id of this vocabulary (0 to %d)", i, tokenizer_vocab(tok) - 1);
+        char *room = text_room(out, stream_room(tok) + 3);
+        out->n += tokenizer_is_special(tok, (int32_t)id) ? stream_end(&stream, room)
+                                                         : stream_push(&stream, tok, (int32_t)id, room);
+        if (tokenizer_is_special(tok, (int32_t)id)) text_add(out, bytes, n);
+    }
+    out->n += stream_end(&stream, text_room(out, 3));
+    return true;
 }
 
 // A token's own text: bytes that are no whole character show as U+FFFD.

@@ -180,3 +180,38 @@ json_t *chat_logprobs_json(const Answer *a, const Tokenizer *tok, int first, int
 // The completions' "logprobs": `stream` and `offset` carry on from call to call.
 json_t *text_logprobs_json(const Answer *a, const Tokenizer *tok, int first, int end, TextStream *stream,
                            size_t *offset);
+
+// The text of a list of ids, special tokens by their names.
+bool ids_text(const Tokenizer *tok, json_t *list, Text *out, Error *err);
+
+// ---------------------------------------------------------------------------------------------
+// Pictures from http(s) (fetch.c)
+
+typedef struct Network Network; // addresses with a prefix in common
+
+typedef struct FetchRules {
+    Network *allowed; // beside the public ones
+    int n_allowed, seconds;
+    bool (*gone)(void *context); // nobody waits for it any more; may be NULL
+    void *context;
+} FetchRules;
+
+// "127.0.0.0/8,192.168.1.5" to a list, which is the caller's to free().
+bool networks_parse(const char *list, Network **out, int *n, Error *err);
+// Append what `url` holds to `out`, at most `limit` bytes.
+bool fetch_url(const FetchRules *rules, const char *url, size_t limit, Text *out, Error *err);
+
+// ---------------------------------------------------------------------------------------------
+// The server (server.c)
+
+typedef struct ServeOptions {
+    const char *host, *api_key, *model_name, *allow_images_from, *media_dir; // NULL: none
+    int port;                                                                // 0: any free one
+    size_t max_body, body_memory, picture_memory, fetch_bytes;
+    int max_images, max_queue, max_connections;
+    int header_seconds, idle_seconds, fetch_seconds, drain; // seconds
+    bool strict, quiet;
+} ServeOptions;
+
+// Serve until SIGTERM or SIGINT. The calling thread becomes the engine's. `work` has room for any picture.
+bool serve(const Model *model, Engine *engine, Workspace *work, const ServeOptions *options, Error *err);

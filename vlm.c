@@ -1678,7 +1678,15 @@ static void trace_close(Engine *e) {
 
 static void report(Engine *e, double flops, double start) {
     double patches = flops / patch_flops(&e->config.vision), end = now(e->device);
-    e->last = (StepRecord){.n = ++e->n_steps, .start = start, .seconds = end - start, .patches = (int)patches};
+    e->last = (StepRecord){.n = ++e->n_steps,
+                           .start = start,
+                           .seconds = end - start,
+                           .patches = (int)patches,
+                           .running = e->n_running,
+                           .waiting = e->n_waiting,
+                           .blocks_held = e->pool.n - e->pool.n_free - e->pool.n_cached,
+                           .blocks_cached = e->pool.n_cached,
+                           .slots_used = e->cache.n_slots - e->cache.n_free};
     for (int i = 0; i < e->n_running; i++) {
         int take = e->running[i]->take;
         *(take > 1 ? &e->last.prefill : &e->last.decode) += take;

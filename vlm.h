@@ -513,10 +513,11 @@ void engine_flush(Engine *engine);
 
 // What the latest step did.
 typedef struct StepRecord {
-    int64_t n;             // 1, 2, ...; 0: there was none
-    double start, seconds; // by the device's clock
-    int decode, prefill;   // tokens
-    int patches;           // through the vision tower
+    int64_t n;                                                    // 1, 2, ...; 0: there was none
+    double start, seconds;                                        // by the device's clock
+    int decode, prefill;                                          // tokens
+    int patches;                                                  // through the vision tower
+    int running, waiting, blocks_held, blocks_cached, slots_used; // after it
 } StepRecord;
 const StepRecord *engine_last_step(const Engine *engine);
 const EngineOptions *engine_options(const Engine *engine); // with the defaults filled in
