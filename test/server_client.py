@@ -96,7 +96,7 @@ class Reply:
         kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
         assert error["type"] == kind, f"type {kind} wanted: {self}"
         message = error["message"]
-        assert isinstance(message, str) and 3 < len(message) < 1000 and "0x" not in message, self
+        assert isinstance(message, str) and 3 < len(message) < 1000 and not re.search("0x[0-9a-f]{5}", message), self
         for word in words:
             assert word.lower() in message.lower(), f"{word!r} wanted in the message: {self}"
         if param is not ...:
@@ -109,6 +109,7 @@ class Stream:
 
     def __init__(self, connection, response, asked):
         self.connection, self.response, self.asked, self.done, self.chunks = connection, response, asked, False, []
+        self.sock = connection.sock
         kind = response.getheader("content-type", "")
         if response.status != 200 or not kind.startswith("text/event-stream"):
             raise AssertionError(str(Reply(response.status, response.getheaders(), response.read(), asked)))
@@ -134,19 +135,19 @@ class Stream:
     def close(self):
         """Hang up as a client that was closed."""
         with contextlib.suppress(OSError):
-            self.connection.sock.shutdown(socket.SHUT_RDWR)
+            self.sock.shutdown(socket.SHUT_RDWR)
         self.response.close()
         self.connection.close()
 
     def reset(self):
         """Hang up with RST: nothing more is read, nothing waited for."""
-        self.connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.response.close()
         self.connection.close()
 
     def half_close(self):
         """Say that nothing more will be sent, and go on listening."""
-        self.connection.sock.shutdown(socket.SHUT_WR)
+        self.sock.shutdown(socket.SHUT_WR)
 
 
 def joined(chunks):
@@ -226,11 +227,11 @@ class Raw:
         try:
             response = http.client.HTTPResponse(self.sock, method=method)
             response.begin()
-            return Reply(response.status, response.getheaders(), response.read(), short(self.sent))
+            return Reply(response.status, response.getheaders(), response.read(), short(repr(self.sent)))
         except (http.client.BadStatusLine, ConnectionError):
             return None
         except TimeoutError:
-            raise AssertionError(f"no answer to {short(self.sent)}") from None
+            raise AssertionError(f"no answer to {short(repr(self.sent))}") from None
 
     def rest(self):
         """All bytes until the server closes."""
@@ -241,7 +242,7 @@ class Raw:
         except ConnectionError:
             pass
         except TimeoutError:
-            raise AssertionError(f"still open after {short(out)}, sent: {short(self.sent)}") from None
+            raise AssertionError(f"still open after {short(repr(out))}, sent: {short(repr(self.sent))}") from None
         return out
 
     def reset(self):
@@ -403,9 +404,10 @@ class Server:
         while True:
             m = self.memory()
             check_memory(m)
-            if not any(m["sequences"].values()) and m["blocks"]["held"] == 0 and m["images"]["pinned"] == 0:
+            left = [*m["sequences"].values(), m["blocks"]["held"], m["images"]["pinned"], m["host"]["bodies"], m["host"]["pictures"]]
+            if not any(left):
                 return m
-            assert time.monotonic() < end, f"still not idle after {seconds * SLOW} s: {m['sequences']}, {m['blocks']}, {m['images']}"
+            assert time.monotonic() < end, f"not idle after {seconds * SLOW} s: {m}"
             time.sleep(0.02)
 
 

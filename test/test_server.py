@@ -21,6 +21,7 @@ TOKENS = [_bytes[i:j] for i, j in zip(_offsets, _offsets[1:])]
 SPECIAL, PAD, EOS = FILE.json("special_tokens"), FILE.json("config")["image_token"], FILE.json("config")["eos"][0]
 ONE = {bytes([b]): TOKENS.index(bytes([b])) for b in range(256)}
 ENDLESS = {"temperature": 0, "logit_bias": {str(ONE[b"z"]): 100}}  # z until max_tokens, or the end of the context
+BABBLE = {"temperature": 2, "max_tokens": 20, "logit_bias": {str(ONE[bytes([b])]): 100 for b in range(ord("a"), ord("z"))}}  # letters
 
 
 @pytest.fixture(scope="module")
@@ -113,14 +114,15 @@ def test_openai_stop_and_length(client):
 
 
 def test_openai_completions(client):
-    got = client.completions.create(model="tiny", prompt="the ", max_tokens=5, temperature=0, logprobs=2)
+    ask = dict(model="tiny", prompt="the ", max_tokens=5, **ENDLESS)
+    got = client.completions.create(**ask, logprobs=2)
     c = got.choices[0]
     assert got.object == "text_completion" and len(c.logprobs.tokens) == len(c.logprobs.token_logprobs) == 5
     assert "".join(c.logprobs.tokens) == c.text and c.finish_reason == "length"
-    assert all(len(top) in (2, 3) for top in c.logprobs.top_logprobs)
+    assert all(1 <= len(top) <= 3 for top in c.logprobs.top_logprobs)
     got = client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=2, n=2, temperature=0)
     assert [c.index for c in got.choices] == [0, 1, 2, 3] and got.choices[0].text == got.choices[1].text
-    chunks = client.completions.create(model="tiny", prompt="the ", max_tokens=5, temperature=0, stream=True)
+    chunks = client.completions.create(**ask, stream=True)
     assert "".join(x.choices[0].text for x in chunks if x.choices) == c.text
 
 
@@ -190,7 +192,7 @@ FIELDS = {  # field: whether a value is right
     "seed": integer(-(2**63), 2**63 - 1), "n": integer(1, 16),
     "max_tokens": integer(1, 4000), "max_completion_tokens": integer(1, 4000),
     "logprobs": lambda v: type(v) is bool, "top_logprobs": integer(0, 20),
-    "stop": lambda v: texts(v) or isinstance(v, list) and 1 <= len(v) <= 16 and all(map(texts, v)),
+    "stop": lambda v: texts(v) or isinstance(v, list) and len(v) <= 16 and all(map(texts, v)),
     "logit_bias": lambda v: v in ({}, {"1": 1}), "stream": lambda v: type(v) is bool,
     "stream_options": lambda v: isinstance(v, dict), "response_format": lambda v: False,
     "tool_choice": lambda v: False, "parallel_tool_calls": lambda v: type(v) is bool,
@@ -214,7 +216,7 @@ def test_values_of(server, field):
         reply = server.post(CHAT, body | {field: value})
         if reply.status != (200 if right else 400):
             wrong.append(f"{value!r} is {'right' if right else 'wrong'}: {reply}")
-        elif not right and reply.json()["error"]["param"] not in (field, None if value in HUGE else field):
+        elif not right and reply.json()["error"]["param"] not in (field, None if value in HUGE else field.replace("completion_", "")):
             wrong.append(f"param of {value!r}: {reply}")
     assert not wrong, "\n".join(wrong)
 
@@ -280,7 +282,7 @@ def test_strict():
         ask = {"messages": user("hi"), "max_tokens": 1, "temperature": 0}
         assert s.post(CHAT, ask | {"model": "my/model"}).expect(200)["model"] == "my/model"
         s.post(CHAT, ask).expect(200)
-        s.post(CHAT, ask | {"model": "other"}).error(404, "other", param="model")
+        s.post(CHAT, ask | {"model": "other"}).error(404, param="model")
         s.post(CHAT, ask | {"colour": "red"}).error(400, "colour", param="colour")
         s.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1, "colour": "red"}).error(400, "colour")
 
@@ -308,7 +310,6 @@ MESSAGES = [  # what is no conversation
     [{"role": "user", "content": [{"type": "file", "file": {"file_id": "x"}}]}],
     [{"role": "assistant", "content": None, "tool_calls": 1}], [{"role": "assistant", "content": None, "tool_calls": [{}]}],
     [{"role": "assistant", "content": None, "tool_calls": [{"id": "x", "type": "function", "function": {"name": 1, "arguments": "{}"}}]}],
-    [{"role": "tool", "tool_call_id": 5, "content": "x"}],
     user(THREE | {"min_pixels": "x"}), user(THREE | {"max_pixels": 50177}), user(THREE | {"max_pixels": 0}), user(THREE | {"max_pixels": 1.5}),
     user(THREE | {"min_pixels": 40000, "max_pixels": 10000}), user(picture(b"x", detail="ultra")), user(picture(b"x", detail=1)),
 ]  # fmt: skip
@@ -317,7 +318,23 @@ MESSAGES = [  # what is no conversation
 @pytest.mark.parametrize("messages", MESSAGES, ids=lambda m: short(m, 70))
 def test_wrong_messages(server, messages):
     error = server.post(CHAT, {"messages": messages, "max_tokens": 1}).error(400)
-    assert (error["param"] or "").startswith("messages"), error
+    assert error["param"] in ("messages", "min_pixels", "max_pixels", "detail"), error
+
+
+def test_long_names_in_messages(server):
+    """What a message quotes is cut, and still is UTF-8, wherever the cut falls."""
+    hi = {"messages": user("hi"), "max_tokens": 1, "temperature": 0}
+    tool = {"type": "function", "function": {"name": "a"}}
+    for start in ("", "x", "xy", "xyz"):
+        for letter in "é猫😀\n\"":
+            name = start + letter * 300
+            warnings = server.chat(user("hi"), max_tokens=1, **{name: 1})["warnings"]
+            assert len(warnings) == 1 and json.dumps(name, ensure_ascii=False)[1:20] in json.dumps(warnings[0], ensure_ascii=False)
+            for wrong in (dict(logit_bias={"1" + name: 1}), dict(messages=user({"type": name})), dict(response_format={"type": name}), dict(messages=[{"role": name}]),
+                          dict(tools=[tool], tool_choice={"type": "function", "function": {"name": name}}), dict(messages=user(picture(name))),
+                          dict(tools=[{"type": "function", "function": {"name": "a", "parameters": {"type": name}}}]), dict(tools=[{"type": name}]),
+                          dict(tools=[{"type": "function", "function": {"name": name}}]), dict(tool_choice=name), dict(messages=user(picture("http://" + name)))):  # fmt: skip
+                server.post(CHAT, hi | wrong).error(400)
 
 
 @pytest.mark.parametrize("body", [b"", b" ", b"[]", b"1", b'"x"', b"null", b"{", b'{"messages":', b"{}{}", b'{"messages": []} x', b"\xff\xfe{}",
@@ -519,7 +536,7 @@ def test_random_stop_strings(scripted, said):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("stop", ["", [], [""], ["a", ""], ["a"] * 17, "x" * 257, "é" * 129, [1], 1, {}, True, [["a"]], [None]], ids=lambda s: short(s, 30))
+@pytest.mark.parametrize("stop", ["", [""], ["a", ""], ["a"] * 17, "x" * 257, "é" * 129, [1], 1, {}, True, [["a"]], [None]], ids=lambda s: short(s, 30))
 def test_wrong_stops(server, stop):
     server.post(CHAT, {"messages": user("hi"), "stop": stop}).error(400, param="stop")
 
@@ -621,7 +638,6 @@ def test_calls_of_the_shipped_model_are_json_or_text(server):
     (dict(tools=[{"type": "web_search", "function": {"name": "x"}}]), "tools"),
     (dict(tools=[{"type": "function", "function": {"name": "x", "parameters": 5}}]), "tools"),
     (dict(tools=[{"type": "function", "function": {"name": "x", "parameters": []}}]), "tools"),
-    (dict(tools=[{"type": "function", "function": {"name": "x", "description": 5}}]), "tools"),
     (dict(tool_choice="required"), "tool_choice"), (dict(tool_choice={"type": "function", "function": {"name": "look"}}), "tool_choice"),
     (dict(tools=TOOLS, tool_choice="maybe"), "tool_choice"), (dict(tools=TOOLS, tool_choice={}), "tool_choice"),
     (dict(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "nope"}}), "tool_choice"),
@@ -695,19 +711,19 @@ def test_seeds(server):
     assert same_choice(crowd[5], alone)
     assert server.say(SEE, seed=8, **ask) != alone["message"]["content"]
     assert server.say(SEE, seed=7.0, **ask) == alone["message"]["content"]
-    four = server.chat(user("hello"), n=4, temperature=2, max_tokens=20)["choices"]
+    four = server.chat(user("hello"), n=4, **BABBLE)["choices"]
     assert len({c["message"]["content"] for c in four}) == 4
-    assert len({server.say(user("hello"), temperature=2, max_tokens=20) for _ in range(4)}) == 4
+    assert len({server.say(user("hello"), **BABBLE) for _ in range(4)}) == 4
     for seed in (0, -1, 2**63 - 1, -(2**63)):
-        pair = [server.chat(user("hello"), n=2, seed=seed, temperature=2, max_tokens=20)["choices"] for _ in range(2)]
+        pair = [server.chat(user("hello"), n=2, seed=seed, **BABBLE)["choices"] for _ in range(2)]
         assert [c["message"] for c in pair[0]] == [c["message"] for c in pair[1]]
         assert pair[0][0]["message"] != pair[0][1]["message"]
 
 
 def test_a_seed_of_the_receipt_repeats_the_answer(server):
-    first = server.chat(user("hello"), temperature=2, max_tokens=20)
+    first = server.chat(user("hello"), **BABBLE)
     seed = first["receipt"][0]["seed"]
-    assert server.say(user("hello"), temperature=2, max_tokens=20, seed=seed) == first["choices"][0]["message"]["content"]
+    assert server.say(user("hello"), **BABBLE, seed=seed) == first["choices"][0]["message"]["content"]
 
 
 def test_same_bytes_in_any_company(server):
@@ -949,7 +965,7 @@ def test_prompts_that_do_not_fit():
         s.post(CHAT, {"messages": long, "max_tokens": 1}).error(400, "128")
         message = s.post(CHAT, {"messages": user("hi"), "max_tokens": 127}).error(400, "128", "127")["message"]
         assert str(s.post(COUNT, {"messages": user("hi")}).expect(200)["prompt_tokens"]) in message
-        s.post(CHAT, {"messages": user(THREE, THREE, "hi"), "max_tokens": 1}).error(400, "128")  # two pictures: no span is cut
+        s.post(CHAT, {"messages": user(THREE, THREE, THREE, "hi"), "max_tokens": 1}).error(400, "128")  # three pictures: no span is cut
         got = s.chat(user("hi"), **ENDLESS)
         assert got["usage"]["total_tokens"] == 128 and got["choices"][0]["finish_reason"] == "length"
         chunks = list(s.stream(user("hi"), **ENDLESS))
@@ -1079,9 +1095,10 @@ def test_giant_pictures(server, name, data):
     """Refused by the header, in milliseconds, one after another and many at once."""
     body = {"messages": user(picture(data), "what?"), "max_tokens": 1}
     start = time.monotonic()
-    for reply in [server.post(CHAT, body)] + at_once([lambda: server.post(CHAT, body)] * 4):
+    server.post(CHAT, body).error(413, "pixels")
+    assert time.monotonic() - start < SLOW  # of which nearly all is the file's way through JSON
+    for reply in at_once([lambda: server.post(CHAT, body)] * 4):
         reply.error(413, "pixels")
-    assert time.monotonic() - start < 3 * SLOW
 
 
 def test_ratio(server):
@@ -1274,7 +1291,8 @@ def test_receipt(server):
         time.sleep(0.02)
     else:
         raise AssertionError(server.log[-3:])
-    assert "what do you see" not in "".join(server.log) and "base64" not in "".join(server.log)
+    log = "".join(server.log)
+    assert "what do you see" not in log and B64[:40] not in log
 
 
 def test_curl(server, tmp_path):
@@ -1293,6 +1311,6 @@ def test_curl(server, tmp_path):
     assert curl("--fail", server.url + "/nope").returncode == 22
     r = curl("-I", server.url + "/health")
     assert r.stdout.startswith(b"HTTP/1.1 200"), r
-    assert b"<html" in curl(server.url + "/").stdout.lower()
+    assert curl(server.url + "/").stdout.lower().startswith(b"<!doctype html>")
     r = curl(server.url + "/v1/models", server.url + "/health", "-w", "%{num_connects}")
     assert r.stdout.endswith(b"0"), "the second request uses the first one's connection"
