@@ -412,7 +412,13 @@ static bool call_gone(void *context) {
     return aborting || is_gone(call->client->fd);
 }
 
-static bool fail_gone(Error *err) { return fail(err, 503, "the server ends, or the client has gone"); }
+// Why a wait has ended without what was waited for.
+static bool fail_gone(const Call *call, Error *err) {
+    pthread_mutex_lock(&call->server->lock);
+    bool aborting = call->server->aborting;
+    pthread_mutex_unlock(&call->server->lock);
+    return aborting ? fail(err, 503, "the server was told to stop at once") : fail(err, 499, "the client has gone");
+}
 
 // file:// below --media-dir, wherever links lead.
 static bool source_file(Server *s, const char *url, Picture *p, Error *err) {
@@ -457,7 +463,7 @@ static bool source_decode(PictureSource *source, Picture **pictures, int n, Erro
     if (bytes > s->pictures.size)
         return fail(err, 413, "its pictures take %zu bytes resized, the limit is %zu: lower max_pixels or their number",
                     bytes, s->pictures.size);
-    if (!budget_take(s, &s->pictures, bytes, call->client->fd)) return fail_gone(err);
+    if (!budget_take(s, &s->pictures, bytes, call->client->fd)) return fail_gone(call, err);
     call->picture_charge = bytes;
     bool ok = true;
     pthread_mutex_lock(&s->decoding);
@@ -482,7 +488,7 @@ static bool call_reserve_fetches(Call *call, json_t *messages) {
         is_remote(part);
     if (!n) return true;
     if (n > FETCHES) n = FETCHES;
-    if (!budget_take(s, &s->fetched, n * each, call->client->fd)) return fail_gone(&call->err);
+    if (!budget_take(s, &s->fetched, n * each, call->client->fd)) return fail_gone(call, &call->err);
     call->fetch_charge = n * each;
     return true;
 }
@@ -670,7 +676,7 @@ static void reply_whole(Call *call) {
         left = 0;
         if (!call_pump(call)) {
             json_decref(choices);
-            fail_gone(&call->err);
+            fail_gone(call, &call->err);
             return reply_error(call);
         }
         for (int i = 0; i < call->n_choices; i++) left += !call->choices[i].answer.finished;
@@ -746,7 +752,7 @@ static void put_ending(Call *call) {
 static void stream_more(Call *call) {
     int left = 0;
     if (!call_pump(call)) {
-        fail_gone(&call->err);
+        fail_gone(call, &call->err);
         put_event(call, error_json(&call->err));
         call->streamed = true;
         return;
@@ -1170,7 +1176,7 @@ static bool call_admit(Call *call, const char *method, const char *path) {
     size_t charge = 2 * (length < most ? length : most); // it and the strings in it
     if (charge <= SMALL_BODY) return true;
     if (charge > s->bodies.size) charge = s->bodies.size;
-    if (!budget_take(s, &s->bodies, charge, call->client->fd)) return fail_gone(&call->err);
+    if (!budget_take(s, &s->bodies, charge, call->client->fd)) return fail_gone(call, &call->err);
     call->body_charge = charge;
     return true;
 }
@@ -1342,7 +1348,7 @@ static void *housekeep(void *context) {
     Server *s = context;
     sigset_t signals;
     const struct timespec tick = {.tv_nsec = 100000000};
-    double close_at = HUGE_VAL;
+    double close_at = HUGE_VAL, leave_at = HUGE_VAL;
     int listening = -1;
     sigemptyset(&signals);
     sigaddset(&signals, SIGTERM), sigaddset(&signals, SIGINT);
@@ -1350,7 +1356,10 @@ static void *housekeep(void *context) {
         int got = sigtimedwait(&signals, NULL, &tick);
         drop_slow(s);
         pthread_mutex_lock(&s->lock);
-        if (got > 0 && s->draining) s->aborting = true;
+        if (got > 0 && s->draining && !s->aborting) {
+            s->aborting = true;
+            leave_at = now_seconds() + 1; // for the clients to be told
+        }
         if (got > 0 && !s->draining) {
             s->draining = true;
             close_at = now_seconds() + (got == SIGTERM ? s->options->drain : 0);
@@ -1358,7 +1367,7 @@ static void *housekeep(void *context) {
         }
         bool close_now = !s->closed && s->draining && (s->aborting || now_seconds() >= close_at);
         if (close_now) s->closed = true;
-        left = !s->closed || (s->calls && !s->aborting);
+        left = !s->closed || (s->calls && now_seconds() < leave_at);
         pthread_cond_signal(&s->engine_wake);
         pthread_mutex_unlock(&s->lock);
         if (close_now && (listening = MHD_quiesce_daemon(s->daemon)) >= 0) close(listening);

@@ -4,7 +4,9 @@
 //   tokenizer.c  text <-> ids, the chat template
 //   vlm.c        model file, memory plan, vision tower, language model, KV blocks, scheduler, step
 //   vlm_cpu.c    the operations of the Device table in C
+//   request.c    OpenAI's JSON <-> prompts and answers (request.h)
 //   chat.c       main(): command line and REPL
+//   server.c     the HTTP server
 //
 // Letters used for sizes, everywhere:
 //   B sequences in the step    T tokens in the step    R rows of logits    S keys (tokens in the cache)
