@@ -76,7 +76,7 @@ $(BUILD)/test_%: test/%.c $(ENGINE)
 	$(CC) $(CFLAGS) -MMD -MF $@.d $< $(ENGINE) -o $@ $(LDLIBS)
 
 build/fuzz/fuzz_%: test/fuzz/%.c $(wildcard *.c *.h) | build/fuzz
-	clang $(filter-out -O3,$(CFLAGS)) -O1 -fsanitize=fuzzer,address,undefined $< vlm.c vlm_cpu.c vlm_null.c image.c tokenizer.c -o $@ $(LDLIBS)
+	clang $(filter-out -O3,$(CFLAGS)) -O1 -fsanitize=fuzzer,address,undefined $< vlm.c vlm_cpu.c vlm_null.c image.c tokenizer.c request.c -o $@ $(LDLIBS)
 
 $(BUILD) build/fuzz:
 	mkdir -p $@
