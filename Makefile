@@ -6,7 +6,7 @@ BUILD    ?= build
 CFLAGS   ?= -O3 -march=native
 SECONDS  ?= 60
 PY       := .venv/bin/python
-LIBS     := jansson libutf8proc libcrypto libedit
+LIBS     := jansson libutf8proc libcrypto libedit libmicrohttpd libcurl
 STB      := $(firstword $(wildcard /usr/include/stb /usr/local/include/stb /opt/homebrew/include/stb))
 
 # -ffp-contract=off: where a product and a sum are fused is written in the source and not left to the compiler, because the
@@ -48,11 +48,13 @@ all: setup ## build ./vlm (the default)
 vlm: $(BUILD)/vlm
 	cp -f $< $@
 
-$(BUILD)/vlm: $(BUILD)/chat.o $(BUILD)/bench.o $(ENGINE)
+$(BUILD)/vlm: $(patsubst %,$(BUILD)/%.o,chat server request fetch bench) $(ENGINE)
 	$(CC) $(CFLAGS) $^ -o $@ $(LDLIBS)
 
 $(BUILD)/%.o: %.c | $(BUILD)
 	$(CC) $(CFLAGS) -MMD -c $< -o $@
+
+$(BUILD)/server.o: page.html
 
 $(BUILD)/cuda.o: vlm.cu vlm.h test/cuda_on_cpu.h | $(BUILD)
 ifeq ($(CUDA),1)

@@ -8,13 +8,12 @@
 //
 // All five ways in end in the same conversation_add() and answer_start(), so that they cannot
 // give the model different ids.
-#include "vlm.h"
+#include "request.h"
 #include <ctype.h>
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <getopt.h>
-#include <jansson.h>
 #include <limits.h>
 #include <locale.h>
 #include <math.h>
@@ -40,8 +39,6 @@
 
 #define VERSION "0.1"
 
-enum { MAX_FILE = 256 << 20 }; // bytes of a picture or of a text that are read at most
-
 static volatile sig_atomic_t interrupted; // Ctrl-C was pressed
 
 static void on_interrupt(int signal) {
@@ -51,67 +48,6 @@ static void on_interrupt(int signal) {
 
 // ---------------------------------------------------------------------------------------------
 // Small helpers
-
-static void *need(void *memory) {
-    if (memory) return memory;
-    fputs("vlm: out of memory\n", stderr);
-    exit(1);
-}
-
-static double now_seconds(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
-}
-
-// Growing bytes, always with a 0 behind them. Zero-initialise; free(text.data) ends it.
-typedef struct Text {
-    char *data;
-    size_t n, cap;
-} Text;
-
-// Make room for `extra` more bytes and return where they go.
-static char *text_room(Text *text, size_t extra) {
-    if (text->n + extra + 1 > text->cap) {
-        text->cap = 2 * (text->n + extra + 32);
-        text->data = need(realloc(text->data, text->cap));
-    }
-    text->data[text->n + extra] = 0;
-    return text->data + text->n;
-}
-
-static void text_add(Text *text, const char *bytes, size_t n) {
-    memcpy(text_room(text, n), bytes, n);
-    text->n += n;
-    text->data[text->n] = 0;
-}
-
-// Everything of an open file. False with errno set; EFBIG past MAX_FILE.
-static bool read_all(int fd, Text *out) {
-    for (;;) {
-        ssize_t got = read(fd, text_room(out, 1 << 16), 1 << 16);
-        if (got < 0 && errno == EINTR) continue;
-        if (got < 0) return false;
-        out->n += (size_t)got;
-        out->data[out->n] = 0;
-        if (got == 0) return true;
-        if (out->n > MAX_FILE) return errno = EFBIG, false;
-    }
-}
-
-// A regular file or a pipe; devices are refused because some of them never end.
-static bool read_file(const char *path, Text *out, Error *err) {
-    struct stat st;
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); // a FIFO that nobody writes to must not hold us up
-    if (fd >= 0) fcntl(fd, F_SETFL, 0);
-    const char *why = fd < 0 || fstat(fd, &st) != 0                   ? strerror(errno)
-                      : S_ISDIR(st.st_mode)                           ? "it is a folder"
-                      : !S_ISREG(st.st_mode) && !S_ISFIFO(st.st_mode) ? "it is a device"
-                      : read_all(fd, out)                             ? NULL
-                                                                      : strerror(errno);
-    if (fd >= 0) close(fd);
-    return !why || fail(err, 400, "cannot read '%.150s': %s", path, why);
-}
 
 // "12.3 MiB" for a size in bytes; returns `out`.
 static const char *size_text(char out[static 24], double bytes) {
@@ -145,8 +81,9 @@ typedef enum Command {
     MAP = 2,
     TOKENIZE = 4,
     BENCH = 8,
-    HELP = 16,
-    PLANNED = CHAT | MAP | BENCH, // what plans an engine's memory
+    SERVE = 16,
+    HELP = 32,
+    PLANNED = CHAT | MAP | BENCH | SERVE, // what plans an engine's memory
     ANY = PLANNED | TOKENIZE
 } Command;
 
@@ -156,6 +93,7 @@ typedef struct Settings {
     const char **images; // owned; the strings are argv's
     int n_images;
     EngineOptions engine;
+    ServeOptions serve;
     Sampling sampling; // but for these two:
     int64_t seed;      // -1: a random one for each answer
     int logprobs;      // -1: none
@@ -196,8 +134,8 @@ static const Option options[] = {
     {0, "image-cache", "SIZE", SIZE, AT(engine.image_cache), 1, MOST_BYTES, PLANNED, "bytes for pictures seen"},
     {0, "kv-blocks", "N", INT, AT(engine.kv_blocks), 1, 0x1p30, PLANNED, "blocks of 16 tokens in the KV cache"},
     {0, "step-patches", "N", INT, AT(engine.step_patches), 1, 0x1p24, PLANNED, "picture work that a step does"},
-    {0, "explain", NULL, FLAG, AT(engine.explain), 0, 0, CHAT | BENCH, "the plan, and a line a step, on standard error"},
-    {0, "trace", "FILE", TEXT, AT(engine.trace), 0, 0, CHAT | BENCH, "Chrome trace of the steps"},
+    {0, "explain", NULL, FLAG, AT(engine.explain), 0, 0, CHAT | BENCH | SERVE, "the plan, and a line a step, on standard error"},
+    {0, "trace", "FILE", TEXT, AT(engine.trace), 0, 0, CHAT | BENCH | SERVE, "Chrome trace of the steps"},
     {0, "shape", "NAME", TEXT, AT(shape), 0, 0, MAP | BENCH, "instead of a model: qwen2.5-vl-3b, -7b, -32b or -72b"},
     {0, "load", "LOAD", TEXT, AT(load), 0, 0, BENCH, "images=WxH,concurrency=N,requests=N,prompt=N,output=N"},
     {0, "roofline", "NAME", TEXT, AT(roofline), 0, 0, BENCH, "of the null device: h100 (default), h200, rtx4090, here"},
@@ -217,6 +155,26 @@ static const Option options[] = {
     {0, "frequency-penalty", "R", REAL, AT(sampling.frequency_penalty), -100, 100, CHAT,
      "the same, times how often (0: off)"},
     {0, "system", "TEXT", TEXT, AT(system), 0, 0, CHAT, "the system message"},
+    {.name = "server"},
+    {0, "host", "H", TEXT, AT(serve.host), 0, 0, SERVE, "address to listen at (default 127.0.0.1: this machine only)"},
+    {0, "port", "P", INT, AT(serve.port), 0, 65535, SERVE, "port to listen at (default 8000; 0: any free one)"},
+    {0, "api-key", "KEY", TEXT, AT(serve.api_key), 0, 0, SERVE, "that clients must send (or VLM_API_KEY in the environment)"},
+    {0, "model-name", "NAME", TEXT, AT(serve.model_name), 0, 0, SERVE, "its id for clients (default: the file's name)"},
+    {0, "max-body", "SIZE", SIZE, AT(serve.max_body), 1, 0x1p40, SERVE, "of a request (default 64M)"},
+    {0, "body-memory", "SIZE", SIZE, AT(serve.body_memory), 1, 0x1p40, SERVE, "for bodies; more wait unread (default 256M)"},
+    {0, "max-images", "N", INT, AT(serve.max_images), 0, 4096, SERVE, "pictures of a request (default 32)"},
+    {0, "picture-memory", "SIZE", SIZE, AT(serve.picture_memory), 1, 0x1p40, SERVE, "for resized pictures; more wait (default 256M)"},
+    {0, "max-queue", "N", INT, AT(serve.max_queue), 1, MANY, SERVE, "requests in work; more get 429 (default 256)"},
+    {0, "max-connections", "N", INT, AT(serve.max_connections), 1, 65536, SERVE, "clients connected (default 512)"},
+    {0, "header-seconds", "N", INT, AT(serve.header_seconds), 1, 3600, SERVE, "for a request's head (default 10)"},
+    {0, "idle-seconds", "N", INT, AT(serve.idle_seconds), 1, 86400, SERVE, "without a byte from or to a client (default 60)"},
+    {0, "fetch-seconds", "N", INT, AT(serve.fetch_seconds), 1, 3600, SERVE, "for a picture from http(s) (default 10)"},
+    {0, "fetch-bytes", "SIZE", SIZE, AT(serve.fetch_bytes), 1, 0x1p32, SERVE, "of a picture from http(s) (default 32M)"},
+    {0, "allow-images-from", "LIST", TEXT, AT(serve.allow_images_from), 0, 0, SERVE, "networks, beside public ones: 10.0.0.0/8,::1"},
+    {0, "media-dir", "DIR", TEXT, AT(serve.media_dir), 0, 0, SERVE, "that file:// pictures may be read from (default: none)"},
+    {0, "strict", NULL, FLAG, AT(serve.strict), 0, 0, SERVE, "unknown fields and models are errors"},
+    {0, "drain", "N", INT, AT(serve.drain), 0, 86400, SERVE, "seconds to listen on after SIGTERM, /health saying 503 (default 0)"},
+    {0, "quiet", NULL, FLAG, AT(serve.quiet), 0, 0, SERVE, "no line per request on standard error"},
     {.name = "output"},
     {0, "json", NULL, FLAG, AT(json), 0, 0, PLANNED, "one JSON object"},
     {0, "logprobs", "N", INT, AT(logprobs), 0, MAX_LOGPROBS, CHAT, "with --json: log-probabilities, and of the N best"},
@@ -232,6 +190,7 @@ static const char *command_name(Command command) {
     case MAP: return "map";
     case TOKENIZE: return "tokenize";
     case BENCH: return "bench";
+    case SERVE: return "serve";
     case HELP: return "help";
     default: return "chat";
     }
@@ -251,6 +210,7 @@ static _Noreturn void usage(const char *format, ...) {
 static void help_print(void) {
     puts("vlm.c " VERSION ": talk about pictures with a vision-language model\n\n"
          "  vlm [chat] [-m FILE] [-i IMAGE]... [-p PROMPT]   one answer to -p or piped text, else a conversation\n"
+         "  vlm serve [-m FILE] [--host H] [--port P]        OpenAI-compatible server, and a page for people\n"
          "  vlm map [-m FILE | --shape NAME]                 the memory plan: every byte and its owner\n"
          "  vlm bench [-m FILE | --shape NAME --device null] --load LOAD   serve a load and measure\n"
          "  vlm tokenize [-m FILE] < TEXT                    the ids of a text as a JSON array; --decode: back\n"
@@ -363,7 +323,7 @@ static void settings_check(const Settings *s) {
     if (s->type && strcmp(s->type, "f32") != 0 && strcmp(s->type, "bf16") != 0)
         usage("--type '%s': give f32 or bf16", s->type);
     if (!device_find(s->device)) usage("--device '%s': not built in; this program has %s", s->device, DEVICES);
-    if (s->command == CHAT && device_find(s->device) == &device_null)
+    if (s->command & (CHAT | SERVE) && device_find(s->device) == &device_null)
         usage("--device null computes nothing: it is for 'vlm bench' and 'vlm map'");
     if (s->command != BENCH) return;
     if (!s->load) usage("vlm bench needs --load, as in --load images=640x480,concurrency=8,requests=100");
@@ -379,11 +339,26 @@ static Command command_parse(int *argc, char ***argv) {
         (*argc)--, (*argv)++;
         return c;
     }
-    usage("'%s' is no command (chat, map, bench, tokenize, help); pictures are given with -i", word);
+    usage("'%s' is no command (chat, serve, map, bench, tokenize, help); pictures are given with -i", word);
 }
 
 static Settings settings_parse(int argc, char **argv) {
-    Settings s = {.seed = -1, .logprobs = -1, .sampling = {.top_p = 1, .repetition_penalty = 1}};
+    Settings s = {.seed = -1,
+                  .logprobs = -1,
+                  .sampling = {.top_p = 1, .repetition_penalty = 1},
+                  .serve = {.host = "127.0.0.1",
+                            .api_key = getenv("VLM_API_KEY"),
+                            .port = 8000,
+                            .max_body = 64 << 20,
+                            .body_memory = 256 << 20,
+                            .picture_memory = 256 << 20,
+                            .fetch_bytes = 32 << 20,
+                            .max_images = 32,
+                            .max_queue = 256,
+                            .max_connections = 512,
+                            .header_seconds = 10,
+                            .idle_seconds = 60,
+                            .fetch_seconds = 10}};
     struct option longs[N_OPTIONS + 1] = {0};
     char shorts[2 * N_OPTIONS + 2] = ":", *end = shorts + 1; // the colon: a missing value is reported as ':'
     for (int i = 0, n = 0; i < N_OPTIONS; i++) {
@@ -459,12 +434,12 @@ static int allowed_threads(void) {
 // Session: the model, its engine, and the memory that pictures are decoded in.
 
 typedef struct Session {
+    PictureSource source; // files; first, so that the pointers are the same
     const Settings *settings;
     const Device *device;
     char *path; // of the model file
     Model *model;
     Engine *engine;
-    ImageConfig image; // the model's, with this run's max_pixels
     Workspace work;
     double load_seconds;
 } Session;
@@ -483,14 +458,47 @@ static char *default_model(Error *err) {
     return NULL;
 }
 
+// A path or a file:// URL. Nothing is fetched from a network here.
+static bool file_fetch(PictureSource *source, const char *url, Picture *p, Error *err) {
+    (void)source;
+    if (strncmp(url, "http://", 7) == 0 || strncmp(url, "https://", 8) == 0)
+        return fail(err, 400, "'%.90s': pictures are not fetched; save it and give its path", url);
+    Text path = {0};
+    if (strncmp(url, "file://", 7) == 0)
+        file_url_path(url, &path);
+    else
+        text_add(&path, url, strlen(url));
+    bool ok = path.n ? read_file(path.data, &p->bytes, err) : fail(err, 400, "'%.90s': there is no path in it", url);
+    if (ok) p->path = realpath(path.data, NULL);
+    if (ok && !p->path) p->path = need(strdup(path.data)); // a pipe of the shell's has no lasting path
+    free(path.data);
+    return ok;
+}
+
+static bool file_decode(PictureSource *source, Picture **pictures, int n, Error *err) {
+    Session *s = (Session *)source;
+    for (int i = 0; i < n; i++)
+        if (!picture_decode(pictures[i], &s->work, err)) return false;
+    return true;
+}
+
+// A picture that is ready, or NULL.
+static Picture *session_picture(Session *s, const char *url, Error *err) {
+    Picture *p = picture_from_url(&s->source, url, err);
+    if (p && file_decode(&s->source, &p, 1, err)) return p;
+    if (p) picture_free(p);
+    return NULL;
+}
+
 static bool session_open(Session *s, const Settings *settings, Error *err) {
     double start = now_seconds();
     *s = (Session){.settings = settings, .device = device_find(settings->device)};
     s->path = settings->model ? need(strdup(settings->model)) : default_model(err);
     if (!s->path || !(s->model = model_open(s->path, err))) return false;
     if (!(s->engine = engine_open(s->model, s->device, &settings->engine, err))) return false;
-    s->image = *engine_image_config(s->engine);
-    s->work.size = image_workspace(&s->image);
+    s->source = (PictureSource){
+        .config = engine_image_config(s->engine), .most = INT_MAX, .fetch = file_fetch, .decode = file_decode};
+    s->work.size = image_workspace(s->source.config);
     s->work.base = need(malloc(s->work.size)); // pages that no picture touches are never taken from the machine
     s->load_seconds = now_seconds() - start;
     return true;
@@ -504,100 +512,7 @@ static void session_close(Session *s) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Pictures
-
-typedef struct Picture {
-    Image image;
-    char *path; // absolute; NULL when it came inside a data: URL
-} Picture;
-
-static void picture_free(Picture *p) {
-    image_free(&p->image);
-    free(p->path);
-    free(p);
-}
-
-static Picture *picture_decode(Session *s, const void *bytes, size_t n, Error *err) {
-    Picture *p = need(calloc(1, sizeof *p));
-    if (!image_load(&s->image, &s->work, bytes, n, &p->image, err)) return free(p), NULL;
-    return p;
-}
-
-static Picture *picture_open(Session *s, const char *path, Error *err) {
-    Text bytes = {0};
-    Error why = {0};
-    Picture *p = NULL;
-    if (!read_file(path, &bytes, err)) return free(bytes.data), NULL;
-    p = picture_decode(s, bytes.data, bytes.n, &why);
-    if (!p)
-        fail(err, why.status, "'%.90s': %s", path, why.message);
-    else
-        p->path = realpath(path, NULL);
-    if (p && !p->path) p->path = need(strdup(path)); // a pipe of the shell's has no lasting path
-    free(bytes.data);
-    return p;
-}
-
-// "data:image/png;base64,...": what follows the comma decides, the declared type does not.
-static Picture *picture_from_data(Session *s, const char *url, Error *err) {
-    const char *comma = strchr(url, ',');
-    if (!comma || comma - url < 7 || strncasecmp(comma - 7, ";base64", 7) != 0)
-        return fail(err, 400, "a data: URL must have ';base64,' before its bytes"), NULL;
-    size_t n = strlen(comma + 1);
-    if (n > MAX_FILE) return fail(err, 413, "a data: URL of over %d bytes", MAX_FILE), NULL;
-    uint8_t *bytes = need(malloc(n + 4));
-    EVP_ENCODE_CTX *base64 = need(EVP_ENCODE_CTX_new());
-    int head = 0, tail = 0;
-    EVP_DecodeInit(base64);
-    bool ok = EVP_DecodeUpdate(base64, bytes, &head, (const uint8_t *)comma + 1, (int)n) >= 0 &&
-              EVP_DecodeFinal(base64, bytes + head, &tail) == 1;
-    EVP_ENCODE_CTX_free(base64);
-    Picture *p = NULL;
-    if (!ok)
-        fail(err, 400, "a data: URL whose base64 is broken");
-    else
-        p = picture_decode(s, bytes, (size_t)(head + tail), err);
-    free(bytes);
-    return p;
-}
-
-// The path in "file://host/a%20b.png", into `out`.
-static void file_url_path(const char *url, Text *out) {
-    url += strlen("file://");
-    if (strncmp(url, "localhost/", 10) == 0) url += 9;
-    for (unsigned byte; *url; url++) {
-        if (url[0] == '%' && isxdigit((unsigned char)url[1]) && isxdigit((unsigned char)url[2])) {
-            sscanf(url + 1, "%2x", &byte);
-            text_add(out, &(char){byte ? (char)byte : '?'}, 1); // %00 is in no path
-            url += 2;
-        } else {
-            text_add(out, url, 1);
-        }
-    }
-}
-
-// A path, file:// or data: URL. Nothing is fetched from a network here.
-static Picture *picture_from_url(Session *s, const char *url, Error *err) {
-    if (strncasecmp(url, "data:", 5) == 0) return picture_from_data(s, url, err);
-    if (strncmp(url, "http://", 7) == 0 || strncmp(url, "https://", 8) == 0)
-        return fail(err, 400, "'%.90s': pictures are not fetched; save it and give its path", url), NULL;
-    if (strncmp(url, "file://", 7) != 0) return picture_open(s, url, err);
-    Text path = {0};
-    file_url_path(url, &path);
-    Picture *p = path.n ? picture_open(s, path.data, err) : NULL;
-    if (!path.n) fail(err, 400, "'%.90s': there is no path in it", url);
-    free(path.data);
-    return p;
-}
-
-// ---------------------------------------------------------------------------------------------
-// Conversation: the ids so far and the pictures they speak of.
-
-typedef struct Conversation {
-    Prompt prompt;
-    Picture **pictures; // (n) owned, at fixed addresses: the prompt borrows their images
-    int n, sent;        // pictures[sent ..] are attached but in no message yet
-} Conversation;
+// What is said
 
 // Where to go back to when a message cannot be answered.
 typedef struct Mark {
@@ -618,23 +533,8 @@ static void conversation_rollback(Conversation *c, Mark mark) {
     c->sent = mark.sent;
 }
 
-static void conversation_free(Conversation *c) {
-    while (c->n) picture_free(c->pictures[--c->n]);
-    free(c->pictures);
-    prompt_free(&c->prompt);
-    *c = (Conversation){0};
-}
-
-// Take over a picture; it waits for the next message. NULL (after an Error) gives false.
-static bool conversation_attach(Conversation *c, Picture *picture) {
-    if (!picture) return false;
-    c->pictures = need(realloc(c->pictures, sizeof *c->pictures * ((size_t)c->n + 1)));
-    c->pictures[c->n++] = picture;
-    return true;
-}
-
 static bool conversation_add(Session *s, Conversation *c, const char *role, const Part *parts, int n, Error *err) {
-    return prompt_add(&c->prompt, s->model->tokenizer, &s->image, role, parts, n, err);
+    return prompt_add(&c->prompt, s->model->tokenizer, s->source.config, role, parts, n, err);
 }
 
 // A message of text only.
@@ -649,94 +549,30 @@ static bool conversation_ask(Session *s, Conversation *c, const char *text, size
     for (int i = 0; i < pictures; i++) parts[i].image = &c->pictures[c->sent + i]->image;
     parts[pictures] = (Part){.text = text, .n = n};
     bool ok = conversation_add(s, c, "user", parts, pictures + 1, err);
-    if (ok) c->sent = c->n;
+    if (ok) c->sent = c->n, prompt_open_reply(&c->prompt, s->model->tokenizer);
     free(parts);
     return ok;
 }
 
-// ---------------------------------------------------------------------------------------------
-// Conversations in JSON: [{"role": "user", "content": "text" or [part, ...]}, ...]
-
-// {"type": "text", "text": T}, {"type": "image", "image": PATH} or {"type": "image_url", "image_url": {"url": URL}}
-static bool part_from_json(Session *s, Conversation *c, json_t *item, Part *part, Error *err) {
-    const char *type = json_string_value(json_object_get(item, "type"));
-    if (!type) return fail(err, 400, "a part of a message needs a \"type\"");
-    if (strcmp(type, "text") == 0) {
-        json_t *text = json_object_get(item, "text");
-        *part = (Part){.text = json_string_value(text), .n = json_string_length(text)};
-        return part->text || fail(err, 400, "a part of type \"text\" needs a string \"text\"");
-    }
-    if (strcmp(type, "image") != 0 && strcmp(type, "image_url") != 0)
-        return fail(err, 400, "a part of type \"%.40s\": text, image and image_url are taken", type);
-    json_t *url = json_object_get(item, type);
-    if (json_is_object(url)) url = json_object_get(url, "url");
-    if (!json_is_string(url)) return fail(err, 400, "a part of type \"%s\" does not say which picture", type);
-    if (!conversation_attach(c, picture_from_url(s, json_string_value(url), err))) return false;
-    part->image = &c->pictures[c->n - 1]->image;
-    return true;
-}
-
-static bool message_from_json(Session *s, Conversation *c, json_t *message, Error *err) {
-    const char *role = json_string_value(json_object_get(message, "role"));
-    json_t *content = json_object_get(message, "content");
-    if (!role) return fail(err, 400, "it needs a \"role\"");
-    if (json_array_size(json_object_get(message, "tool_calls")) > 0)
-        return fail(err, 400, "tool calls are not supported");
-    if (json_is_string(content))
-        return conversation_say(s, c, role, json_string_value(content), json_string_length(content), err);
-    if (!json_is_array(content) && content && !json_is_null(content))
-        return fail(err, 400, "\"content\" must be a string, null or an array of parts");
-    size_t n = json_array_size(content);
-    Part *parts = need(calloc(n + 1, sizeof *parts));
-    bool ok = true;
-    for (size_t i = 0; ok && i < n; i++) ok = part_from_json(s, c, json_array_get(content, i), &parts[i], err);
-    ok = ok && conversation_add(s, c, role, parts, (int)n, err);
-    free(parts);
-    return ok;
-}
-
-// Fill an empty conversation from `n` bytes of JSON.
+// Fill an empty conversation from `n` bytes of JSON: [{"role": "user", "content": "text" or [part, ...]}, ...]
 static bool conversation_parse(Session *s, Conversation *c, const char *text, size_t n, Error *err) {
-    json_error_t where;
-    json_t *root = json_loadb(text, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL, &where);
-    if (!root) return fail(err, 400, "not JSON: %s at byte %d", where.text, where.position);
+    json_t *root = json_read(text, n, err);
     size_t count = json_array_size(root);
-    bool ok = count > 0 || fail(err, 400, "a conversation is an array of messages, and not an empty one");
-    for (size_t i = 0; ok && i < count; i++) {
-        Error why = {0};
-        ok = message_from_json(s, c, json_array_get(root, i), &why);
-        if (!ok) fail(err, why.status, "message %zu: %.220s", i + 1, why.message);
-    }
-    json_t *last = ok ? json_array_get(root, count - 1) : NULL;
-    if (last && strcmp(json_string_value(json_object_get(last, "role")), "user") != 0)
+    const char *role = json_string_value(json_object_get(json_array_get(root, count ? count - 1 : 0), "role"));
+    bool ok = root && conversation_read(c, &s->source, s->model->tokenizer, root, NULL, NULL, err);
+    if (ok && strcmp(role, "user") != 0)
         ok = fail(err, 400, "the last message must be the user's: it is what gets answered");
     json_decref(root);
     return ok;
 }
 
 // ---------------------------------------------------------------------------------------------
-// Answer: one request in the engine, and the text of it as it grows.
-
-typedef struct Answer {
-    Sequence *seq;
-    uint64_t seed;
-    int read; // tokens of the answer that are in `text`
-    TextStream stream;
-    Text text; // whole characters only
-} Answer;
-
-// Below 2^53, so that every JSON reader gets it unharmed.
-static uint64_t random_seed(void) {
-    uint64_t seed = 0;
-    if (getrandom(&seed, sizeof seed, 0) != sizeof seed) seed = (uint64_t)(now_seconds() * 1e9);
-    return seed >> 11;
-}
+// Answers
 
 // Hand the conversation to the engine. On an error the caller rolls the conversation back.
 static bool answer_start(Session *s, Conversation *c, Answer *a, Error *err) {
     const Settings *settings = s->settings;
     *a = (Answer){.seed = settings->seed >= 0 ? (uint64_t)settings->seed : random_seed()};
-    prompt_open_reply(&c->prompt, s->model->tokenizer);
     if (c->prompt.ids.n > INT_MAX) return fail(err, 413, "a prompt of over %d tokens", INT_MAX);
     Request request = {
         .ids = c->prompt.ids.data,
@@ -754,20 +590,10 @@ static bool answer_start(Session *s, Conversation *c, Answer *a, Error *err) {
 
 // Tokens that the model wrote.
 static int answer_tokens(const Answer *a) { return a->seq->n_tokens - a->seq->n_prompt; }
-static const int32_t *answer_ids(const Answer *a) { return a->seq->ids + a->seq->n_prompt; }
 
 // Turn the tokens that came since the last call into text.
-static void answer_read(Session *s, Answer *a) {
-    const Tokenizer *tok = s->model->tokenizer;
-    for (; a->read < answer_tokens(a); a->read++) {
-        char *room = text_room(&a->text, stream_room(tok));
-        a->text.n += stream_push(&a->stream, tok, answer_ids(a)[a->read], room);
-    }
-    if (a->seq->finish != FINISH_NONE) {
-        char *room = text_room(&a->text, 3);
-        a->text.n += stream_end(&a->stream, room);
-    }
-    text_add(&a->text, "", 0); // the 0 at the end
+static void answer_more(Session *s, Answer *a) {
+    answer_read(a, s->model->tokenizer, answer_tokens(a), a->seq->finish != FINISH_NONE);
 }
 
 // Step until the answer is complete. Ctrl-C ends the answer, not the program.
@@ -778,7 +604,7 @@ static void answer_run(Session *s, Answer *a, bool show) {
     for (size_t shown = 0; a->seq->finish == FINISH_NONE; shown = a->text.n) {
         if (interrupted) engine_cancel(s->engine, a->seq);
         engine_step(s->engine);
-        answer_read(s, a);
+        answer_more(s, a);
         if (!show) continue;
         if (terminal)
             put_clean(stdout, a->text.data + shown, a->text.n - shown);
@@ -795,40 +621,8 @@ static void answer_free(Session *s, Answer *a) {
     *a = (Answer){0};
 }
 
-static const char *finish_name(Finish finish) {
-    return finish == FINISH_STOP ? "stop" : finish == FINISH_LENGTH ? "length" : "cancelled";
-}
-
-// What an answer cost, in milliseconds.
-typedef struct Receipt {
-    int prompt, image, cached, written;
-    double queue, vision, prefill, first, decode, total, rate; // rate: tokens a second after the first
-} Receipt;
-
-static double span_ms(double from, double to) { return from > 0 && to > from ? (to - from) * 1e3 : 0; }
-
-static Receipt receipt_make(const Sequence *q) {
-    Receipt r = {
-        .prompt = q->n_prompt,
-        .image = q->image_tokens,
-        .cached = q->cached_tokens,
-        .written = q->n_tokens - q->n_prompt,
-        .queue = span_ms(q->t_submit, q->t_admit),
-        .vision = q->vision_seconds * 1e3,
-        .prefill = span_ms(q->t_admit, q->t_first),
-        .first = span_ms(q->t_submit, q->t_first),
-        .decode = span_ms(q->t_first, q->t_last),
-        .total = span_ms(q->t_submit, q->t_last),
-    };
-    r.rate = r.decode > 0 ? (r.written - 1) / r.decode * 1e3 : 0;
-    return r;
-}
-
 // ---------------------------------------------------------------------------------------------
 // Answers in JSON
-
-// -inf is no JSON number; a probability that rounds to 0 is written as OpenAI's API writes it.
-static json_t *logprob_json(float logprob) { return json_real(isfinite(logprob) ? logprob : -9999.0); }
 
 static json_t *logprobs_json(const Answer *a, int top) {
     json_t *list = json_array();
@@ -848,32 +642,6 @@ static json_t *timings_json(const Session *s, const Receipt *r) {
                      r->first, "decode", r->decode, "total", r->total, "tokens_per_second", r->rate);
 }
 
-// What each stage took: milliseconds, the bytes that it filled, and how much of it a cache has saved.
-static json_t *receipt_json(const Session *s, const Conversation *c, const Answer *a, const Receipt *r) {
-    MemoryMap map;
-    engine_map(s->engine, &map);
-    size_t token = map.owners[OWNER_KV].bytes / map.blocks / KV_BLOCK,
-           row = s->model->config.text.hidden * sizeof(float);
-    double decode = 0, resize = 0;
-    size_t decode_bytes = 0, resize_bytes = 0;
-    for (int i = 0; i < c->n; i++) {
-        const Image *im = &c->pictures[i]->image;
-        decode += im->decode_seconds * 1e3, resize += im->resize_seconds * 1e3;
-        decode_bytes = im->decode_bytes > decode_bytes ? im->decode_bytes : decode_bytes;
-        resize_bytes += (size_t)im->width * im->height * 3;
-    }
-    return json_pack(
-        "{s:{s:f}, s:{s:f, s:I}, s:{s:f, s:I}, s:{s:f, s:I, s:i, s:i}, s:{s:f, s:I, s:i, s:i}, s:{s:f, s:I, s:i}}", //
-        "queue", "ms", r->queue,                                                                                    //
-        "picture_decode", "ms", decode, "bytes", (json_int_t)decode_bytes,                                          //
-        "picture_resize", "ms", resize, "bytes", (json_int_t)resize_bytes,                                          //
-        "vision", "ms", r->vision, "bytes", (json_int_t)(r->image * row), "computed", a->seq->vision_runs, "from_cache",
-        a->seq->image_hits, //
-        "prefill", "ms", r->prefill, "bytes", (json_int_t)((r->prompt - r->cached) * token), "computed",
-        r->prompt - r->cached, "from_cache", r->cached, //
-        "decode", "ms", r->decode, "bytes", (json_int_t)(r->written * token), "computed", r->written);
-}
-
 static json_t *bytes_json(const Session *s) {
     MemoryMap map;
     engine_map(s->engine, &map);
@@ -887,11 +655,15 @@ static json_t *bytes_json(const Session *s) {
 
 static json_t *answer_json(const Session *s, const Conversation *c, const Answer *a) {
     Receipt r = receipt_make(a->seq);
+    MemoryMap map;
+    engine_map(s->engine, &map);
+    size_t token = map.owners[OWNER_KV].bytes / map.blocks / KV_BLOCK,
+           row = s->model->config.text.hidden * sizeof(float);
     json_t *ids = json_array(), *out = json_object();
     for (int i = 0; i < r.written; i++) json_array_append_new(ids, json_integer(answer_ids(a)[i]));
     json_object_set_new(out, "text", json_stringn(a->text.data, a->text.n));
     json_object_set_new(out, "token_ids", ids);
-    json_object_set_new(out, "finish_reason", json_string(finish_name(a->seq->finish)));
+    json_object_set_new(out, "finish_reason", json_string(answer_finish(a)));
     json_object_set_new(out, "prompt_tokens", json_integer(r.prompt));
     json_object_set_new(out, "image_tokens", json_integer(r.image));
     json_object_set_new(out, "completion_tokens", json_integer(r.written));
@@ -899,7 +671,7 @@ static json_t *answer_json(const Session *s, const Conversation *c, const Answer
     if (s->settings->logprobs >= 0) json_object_set_new(out, "logprobs", logprobs_json(a, s->settings->logprobs));
     json_object_set_new(out, "seed", json_integer((json_int_t)a->seed));
     json_object_set_new(out, "timings", timings_json(s, &r));
-    json_object_set_new(out, "receipt", receipt_json(s, c, a, &r));
+    json_object_set_new(out, "receipt", receipt_json(c, a, token, row));
     json_object_set_new(out, "bytes", bytes_json(s));
     return out;
 }
@@ -940,7 +712,7 @@ static bool conversation_from_settings(Session *s, Conversation *c, Error *err) 
         if (settings->system)
             ok = ok && conversation_say(s, c, "system", settings->system, strlen(settings->system), err);
         for (int i = 0; ok && i < settings->n_images; i++)
-            ok = conversation_attach(c, picture_open(s, settings->images[i], err));
+            ok = conversation_attach(c, session_picture(s, settings->images[i], err));
         if (ok && !settings->prompt && text.n == 0 && c->n == 0)
             ok = fail(err, 400, "standard input is empty: pipe a prompt into it or give one with -p");
         ok = ok && conversation_ask(s, c, text.data, text.n, err);
@@ -1010,7 +782,7 @@ static bool job_start(Session *s, Job *job) {
 // True when the job has just ended.
 static bool job_collect(Session *s, Job *job) {
     if (!job->answer.seq || job->answer.seq->finish == FINISH_NONE) return false;
-    answer_read(s, &job->answer);
+    answer_more(s, &job->answer);
     job->result = answer_json(s, &job->chat, &job->answer);
     answer_free(s, &job->answer);
     conversation_free(&job->chat);
@@ -1044,25 +816,6 @@ static int answer_many(Session *s) {
 
 // ---------------------------------------------------------------------------------------------
 // vlm map: who owns which bytes
-
-// The form is part of the interface: docs/memory.md.
-static json_t *map_json(const MemoryMap *m, size_t decode_workspace, size_t bodies) {
-    json_t *owners = json_array();
-    for (const Owner *o = m->owners; o < m->owners + N_OWNERS; o++)
-        json_array_append_new(owners, json_pack("{s:s, s:I, s:I, s:I}", "name", o->name, "bytes", (json_int_t)o->bytes,
-                                                "used", (json_int_t)o->used, "peak", (json_int_t)o->peak));
-    json_t *blocks = json_pack("{s:i, s:i, s:i, s:i}", "total", m->blocks, "free", m->blocks_free, "cached",
-                               m->blocks_cached, "held", m->blocks_held);
-    json_t *images = json_pack("{s:i, s:i, s:i, s:I, s:I, s:I}", "slots", m->slots, "used", m->slots_used, "pinned",
-                               m->slots_pinned, "hits", (json_int_t)m->image_hits, "misses",
-                               (json_int_t)m->image_misses, "evictions", (json_int_t)m->image_evictions);
-    json_t *map = json_pack("{s:s, s:I, s:o, s:o, s:o, s:{s:i, s:i}, s:{s:I, s:I}}", "device", m->device, "total",
-                            (json_int_t)m->total, "owners", owners, "blocks", blocks, "images", images, "sequences",
-                            "running", m->running, "waiting", m->waiting, "host", "decode_workspace",
-                            (json_int_t)decode_workspace, "bodies", (json_int_t)bodies);
-    if (m->device_held) json_object_set_new(map, "device_held", json_integer((json_int_t)m->device_held));
-    return map;
-}
 
 static void map_row(const char *name, const Owner *o, const char *what) {
     char bytes[24], used[24], peak[24];
@@ -1118,7 +871,7 @@ static int map_command(const Settings *settings) {
     if (!ok)
         fprintf(stderr, "vlm: %s\n", err.message);
     else if (settings->json)
-        json_put(map_json(&map, image_workspace(&config.image), 0));
+        json_put(map_json(&map, image_workspace(&config.image), 0, 0));
     else
         map_print(&map, &config, image_workspace(&config.image));
     session_close(&s);
@@ -1141,31 +894,12 @@ static bool encode_stdin(const Tokenizer *tok, const Text *text, Error *err) {
     return ok;
 }
 
-// The text of the ids, special tokens by their names.
-static bool decode_ids(const Tokenizer *tok, json_t *list, Text *out, Error *err) {
-    TextStream stream = {0};
-    size_t i, n;
-    json_t *item;
-    json_array_foreach(list, i, item) {
-        json_int_t id = json_is_integer(item) ? json_integer_value(item) : -1;
-        const char *bytes = id >= 0 && id <= INT32_MAX ? tokenizer_bytes(tok, (int32_t)id, &n) : NULL;
-        if (!bytes)
-            return fail(err, 400, "item %zu is no id of this vocabulary (0 to %d)", i, tokenizer_vocab(tok) - 1);
-        char *room = text_room(out, stream_room(tok) + 3);
-        out->n += tokenizer_is_special(tok, (int32_t)id) ? stream_end(&stream, room)
-                                                         : stream_push(&stream, tok, (int32_t)id, room);
-        if (tokenizer_is_special(tok, (int32_t)id)) text_add(out, bytes, n);
-    }
-    out->n += stream_end(&stream, text_room(out, 3));
-    return true;
-}
-
 static bool decode_stdin(const Tokenizer *tok, const Text *text, Error *err) {
     json_error_t where;
     json_t *list = json_loadb(text->data, text->n, 0, &where);
     Text out = {0};
     bool ok = json_is_array(list) || fail(err, 400, "standard input must be a JSON array of ids, such as [1, 2, 3]");
-    ok = ok && decode_ids(tok, list, &out, err);
+    ok = ok && ids_text(tok, list, &out, err);
     if (ok) fwrite(out.data, 1, out.n, stdout);
     free(out.data);
     json_decref(list);
@@ -1234,12 +968,12 @@ static void repl_error(const Repl *r, const Error *err) {
 
 // Attach a picture and say so: what the model gets is not what is in the file.
 static bool repl_attach(Repl *r, const char *path, Error *err) {
-    Picture *p = picture_from_url(r->session, path, err);
+    Picture *p = session_picture(r->session, path, err);
     if (!conversation_attach(&r->chat, p)) return false;
     char figures[128];
     snprintf(figures, sizeof figures, ": %dx%d, the model sees %dx%d, %d tokens%s", p->image.source_width,
-             p->image.source_height, p->image.width, p->image.height, image_tokens(&p->image, &r->session->image),
-             plain(r));
+             p->image.source_height, p->image.width, p->image.height,
+             image_tokens(&p->image, r->session->source.config), plain(r));
     fputs(dim(r), stdout);
     repl_line("picture ", p->path ? p->path : "", figures);
     return true;
@@ -1942,6 +1676,27 @@ static int chat_command(const Settings *settings) {
 }
 
 // ---------------------------------------------------------------------------------------------
+// vlm serve
+
+static int serve_command(Settings *settings) {
+    Error err = {0};
+    Session s;
+    char name[128] = "";
+    bool ok = session_open(&s, settings, &err);
+    if (ok && !settings->serve.model_name) { // "tiny" of "tiny/tiny.vlm"
+        const char *base = strrchr(s.path, '/');
+        snprintf(name, sizeof name, "%s", base ? base + 1 : s.path);
+        char *end = strstr(name, ".vlm");
+        if (end && end != name && !end[4]) *end = 0;
+        settings->serve.model_name = name;
+    }
+    ok = ok && serve(s.model, s.engine, &s.work, &settings->serve, &err);
+    if (!ok) fprintf(stderr, "vlm: %s\n", err.message);
+    session_close(&s);
+    return !ok;
+}
+
+// ---------------------------------------------------------------------------------------------
 // vlm bench
 
 // What this machine reaches: 64 MB of weights once, and a product that stays in the caches.
@@ -2008,6 +1763,8 @@ int main(int argc, char **argv) {
         puts("vlm.c " VERSION);
     else if (settings.command == MAP)
         status = map_command(&settings);
+    else if (settings.command == SERVE)
+        status = serve_command(&settings);
     else if (settings.command == BENCH)
         status = bench_command(&settings);
     else if (settings.command == TOKENIZE)

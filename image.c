@@ -829,15 +829,15 @@ size_t image_workspace(const ImageConfig *config) {
     return 21 * (size_t)pixels + sides * (512 + 3 * unit) + (1 << 20);
 }
 
-// image_load() in the workspace as it comes.
 static double seconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
-static bool load(const ImageConfig *config, Workspace *work, const uint8_t *bytes, size_t n, Image *out, Error *err) {
-    double start = seconds();
+// All that can be said of the file without decoding it.
+static bool probe(const ImageConfig *config, const uint8_t *bytes, size_t n, Format *out_format, Scan *out_scan,
+                  Image *out, Error *err) {
     Format format = sniff(bytes, n, err);
     if (format == UNKNOWN) return false;
     Scan s = {.orientation = 1, .limit = config->max_source_pixels};
@@ -851,8 +851,23 @@ static bool load(const ImageConfig *config, Workspace *work, const uint8_t *byte
     bool turned = s.orientation >= 5;
     out->source_width = (int)(turned ? s.height : s.width);
     out->source_height = (int)(turned ? s.width : s.height);
-    if (!image_fit(config, out->source_height, out->source_width, &out->height, &out->width, err)) return false;
+    *out_format = format, *out_scan = s;
+    return image_fit(config, out->source_height, out->source_width, &out->height, &out->width, err);
+}
 
+bool image_probe(const ImageConfig *config, const void *bytes, size_t n, Image *out, Error *err) {
+    Format format;
+    Scan scan;
+    *out = (Image){0};
+    return probe(config, bytes, n, &format, &scan, out, err);
+}
+
+// image_load() in the workspace as it comes.
+static bool load(const ImageConfig *config, Workspace *work, const uint8_t *bytes, size_t n, Image *out, Error *err) {
+    double start = seconds();
+    Format format;
+    Scan s;
+    if (!probe(config, bytes, n, &format, &s, out, err)) return false;
     Decoded d;
     if (!decode(format, work, &s, bytes, &d, err)) return false;
     uint8_t *rgb = d.pixels;

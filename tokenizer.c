@@ -25,7 +25,7 @@ typedef struct Merge {
 typedef struct Template {
     json_t *json;  // owns roles and after_role
     json_t *roles; // the names a message may have
-    const char *after_role;
+    const char *after_role, *default_system;
     int32_t open, image_before, image, image_after;
     Ids default_turn; // the default system message, whole; empty if the template has none
     Ids turn_end;     // close, and what is between turns
@@ -33,6 +33,7 @@ typedef struct Template {
 } Template;
 
 struct Tokenizer {
+    json_t *added;          // name -> id of tokens that are not special, but that a text does not become: "<tool_call>"
     const uint8_t *bytes;   // (offsets[n]): all tokens' bytes, in the model file
     const int32_t *offsets; // (n + 1): token i is bytes[offsets[i] .. offsets[i + 1])
     int n;                  // tokens
@@ -85,6 +86,11 @@ static json_t *metadata_object(const ModelFile *file, const char *key, Error *er
     return NULL;
 }
 
+static bool token_is_called(const Tokenizer *tok, json_int_t id, const char *name) {
+    return id >= 0 && id < tok->n && token_length(tok, id) == strlen(name) &&
+           !memcmp(token_start(tok, id), name, strlen(name));
+}
+
 // Mark the special tokens, and check that each is called as the table says.
 static bool specials_open(Tokenizer *tok, json_t *specials, Error *err) {
     const char *name;
@@ -92,16 +98,25 @@ static bool specials_open(Tokenizer *tok, json_t *specials, Error *err) {
     if (!(tok->special = calloc(tok->n, sizeof *tok->special)))
         return fail(err, 500, "out of memory for %d tokens", tok->n);
     json_object_foreach(specials, name, value) {
-        json_int_t id = json_is_integer(value) ? json_integer_value(value) : -1;
-        size_t length = strlen(name);
-        if (id < 0 || id >= tok->n || token_length(tok, id) != length || memcmp(token_start(tok, id), name, length))
+        if (!json_is_integer(value) || !token_is_called(tok, json_integer_value(value), name))
             return fail(err, 500, "the special token %.40s has another name in the table: export the model again",
                         name);
-        tok->special[id] = true;
+        tok->special[json_integer_value(value)] = true;
     }
     for (int b = 0; b < 256; b++)
         if (tok->special[tok->byte_id[b]])
             return fail(err, 500, "the token of the byte %d is special: export the model again", b);
+    return true;
+}
+
+static bool added_open(Tokenizer *tok, const ModelFile *file, Error *err) {
+    const char *name;
+    json_t *value;
+    if (!(tok->added = metadata_object(file, "added_tokens", err))) return false;
+    json_object_foreach(tok->added, name, value) {
+        if (!json_is_integer(value) || !token_is_called(tok, json_integer_value(value), name))
+            return fail(err, 500, "the added token %.40s has another name in the table: export the model again", name);
+    }
     return true;
 }
 
@@ -193,8 +208,9 @@ static bool template_open(Tokenizer *tok, const ModelFile *file, json_t *special
     ids_push(&t->turn_end, close);
     if (!tokenizer_encode(tok, after_close, strlen(after_close), &t->turn_end, err)) return false;
     if (!turn_start(tok, "assistant", "", &t->reply, err)) return false;
+    t->default_system = json_is_null(system) ? "" : json_string_value(system);
     if (json_is_null(system)) return true;
-    if (!turn_start(tok, "system", json_string_value(system), &t->default_turn, err)) return false;
+    if (!turn_start(tok, "system", t->default_system, &t->default_turn, err)) return false;
     ids_append(&t->default_turn, t->turn_end.data, t->turn_end.n);
     return true;
 }
@@ -207,7 +223,7 @@ Tokenizer *tokenizer_open(const ModelFile *file, Error *err) {
     }
     json_t *specials = metadata_object(file, "special_tokens", err);
     bool ok = specials && tokens_open(tok, file, err) && specials_open(tok, specials, err) &&
-              merges_open(tok, file, err) && template_open(tok, file, specials, err);
+              added_open(tok, file, err) && merges_open(tok, file, err) && template_open(tok, file, specials, err);
     json_decref(specials);
     if (ok) return tok;
     tokenizer_close(tok);
@@ -222,10 +238,13 @@ void tokenizer_close(Tokenizer *tok) {
     free(tok->template.turn_end.data);
     free(tok->template.reply.data);
     json_decref(tok->template.json);
+    json_decref(tok->added);
     free(tok);
 }
 
 int tokenizer_vocab(const Tokenizer *tok) { return tok->n; }
+
+const char *tokenizer_default_system(const Tokenizer *tok) { return tok->template.default_system; }
 
 const char *tokenizer_bytes(const Tokenizer *tok, int32_t id, size_t *n) {
     if (id < 0 || id >= tok->n) return NULL;
@@ -651,6 +670,12 @@ static bool prompt_parts(Prompt *prompt, const Tokenizer *tok, const ImageConfig
             if (!prompt_picture(prompt, tok, config, part->image, err)) return false;
             continue;
         }
+        json_t *id = part->markup ? json_object_get(tok->added, part->text) : NULL;
+        if (id) {
+            if (!buffer_flush(text, tok, &prompt->ids, err)) return false;
+            ids_push(&prompt->ids, (int32_t)json_integer_value(id));
+            continue;
+        }
         size_t fault = utf8_fault(part->text, part->n); // part by part, so that halves of a character do not join
         if (fault < part->n)
             return fail(err, 400, "part %d of the message is not UTF-8: the byte at %zu is wrong", i, fault);
@@ -691,6 +716,13 @@ bool prompt_add(Prompt *prompt, const Tokenizer *tok, const ImageConfig *config,
 
 void prompt_open_reply(Prompt *prompt, const Tokenizer *tok) {
     ids_append(&prompt->ids, tok->template.reply.data, tok->template.reply.n);
+}
+
+bool prompt_begin_reply(Prompt *prompt, const Tokenizer *tok, const Part *parts, int n_parts, Error *err) {
+    Buffer text = {0};
+    bool ok = prompt_parts(prompt, tok, NULL, &text, parts, n_parts, err);
+    free(text.data);
+    return ok;
 }
 
 void prompt_close_reply(Prompt *prompt, const Tokenizer *tok, const int32_t *ids, size_t n) {

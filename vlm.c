@@ -35,19 +35,39 @@
 // ---------------------------------------------------------------------------------------------
 // Small helpers
 
-bool fail(Error *err, int status, const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    err->status = status;
-    vsnprintf(err->message, sizeof err->message, format, args);
-    va_end(args);
-    // Quoted names are cut to a length in bytes, and need not have been text at all: keep the message UTF-8.
-    for (char *p = err->message; *p;) {
+// Names are cut to a length in bytes, and need not have been text at all: keep what is said UTF-8.
+static void keep_utf8(char *p) {
+    while (*p) {
         utf8proc_int32_t c;
         utf8proc_ssize_t n = utf8proc_iterate((const utf8proc_uint8_t *)p, -1, &c);
         if (n < 1) *p = '?', n = 1;
         p += n;
     }
+}
+
+static void error_fill(Error *err, int status, const char *field, const char *format, va_list args) {
+    char message[sizeof err->message]; // one of the arguments may be the error's own
+    vsnprintf(message, sizeof message, format, args);
+    snprintf(err->param, sizeof err->param, "%s", field);
+    memcpy(err->message, message, sizeof message);
+    err->status = status;
+    keep_utf8(err->message);
+    keep_utf8(err->param);
+}
+
+bool fail(Error *err, int status, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    error_fill(err, status, "", format, args);
+    va_end(args);
+    return false;
+}
+
+bool fail_at(Error *err, const char *field, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    error_fill(err, 400, field, format, args);
+    va_end(args);
     return false;
 }
 
@@ -649,10 +669,11 @@ typedef struct SequenceState {
     int take;     // tokens this step computes
     bool cancelled, running, admitted_before;
     int *blocks, n_blocks;
-    int n_hashed;     // full blocks whose hash is known
-    uint8_t hash[32]; // of the last of those: the chain so far
-    TokenCount *counts;
+    int n_hashed;       // full blocks whose hash is known
+    uint8_t hash[32];   // of the last of those: the chain so far
+    TokenCount *counts; // of tokens whose logits are changed, each once
     int n_counts;
+    int32_t *count_of;          // (V): 1 + a token's place in counts; NULL: nothing changes logits
     struct SequenceState *next; // waiting
 } SequenceState;
 
@@ -728,7 +749,8 @@ struct Engine {
     int n_running;
     SequenceState *waiting, *waiting_last;
     int n_waiting;
-    int64_t n_steps, n_submitted, n_preempted;
+    int64_t n_steps, n_submitted, n_preempted, prefix_queries, prefix_hits;
+    StepRecord last;
     double vision_seconds; // of the current step
     FILE *trace;           // NULL: none
     double trace_start;
@@ -1027,7 +1049,7 @@ static void text_layer(Engine *e, int layer, float *hidden, const TextInput *in,
 
 // Entries of all sequences' penalty lists together, at most.
 static size_t counts_room(const Engine *e) {
-    return (size_t)e->options.max_seqs * min_int(e->options.ctx, e->config.text.vocab);
+    return (size_t)e->options.max_seqs * min_int(e->options.ctx + MAX_BIASES, e->config.text.vocab);
 }
 
 // Logits of the rows that need them, and a token from each.
@@ -1325,14 +1347,24 @@ static void waiting_remove(Engine *e, SequenceState *s) {
     e->n_waiting--;
 }
 
-// A penalty needs to know which tokens the sequence has, each once.
+static bool penalised(const Sampling *how) {
+    return how->repetition_penalty != 1 || how->presence_penalty != 0 || how->frequency_penalty != 0;
+}
+
+// The record of a token whose logit is changed.
+static TokenCount *count_entry(SequenceState *s, int32_t id) {
+    if (!s->count_of[id]) {
+        s->counts[s->n_counts] = (TokenCount){.id = id};
+        s->count_of[id] = ++s->n_counts;
+    }
+    return &s->counts[s->count_of[id] - 1];
+}
+
+// A penalty needs to know which tokens the sequence has.
 static void count_token(SequenceState *s, int32_t id, int written) {
-    const Sampling *how = &s->sampling;
-    if (how->repetition_penalty == 1 && how->presence_penalty == 0 && how->frequency_penalty == 0) return;
-    int i = 0;
-    while (i < s->n_counts && s->counts[i].id != id) i++;
-    if (i == s->n_counts) s->counts[s->n_counts++] = (TokenCount){id, 0};
-    s->counts[i].count += written;
+    if (!penalised(&s->sampling)) return;
+    TokenCount *c = count_entry(s, id);
+    c->seen = true, c->count += written;
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -1408,7 +1440,10 @@ static void admit(Engine *e) {
         waiting_remove(e, s);
         s->running = true;
         e->running[e->n_running++] = s;
-        if (!s->admitted_before) s->seq.cached_tokens = s->computed, s->seq.t_admit = now(e->device);
+        if (!s->admitted_before) {
+            s->seq.cached_tokens = s->computed, s->seq.t_admit = now(e->device);
+            e->prefix_queries += s->seq.n_prompt, e->prefix_hits += s->computed;
+        }
         if (e->trace && !s->admitted_before)
             trace_bar(e, s->seq.id, "waiting, prompt of", s->seq.n_prompt, s->seq.t_submit, s->seq.t_admit);
         s->admitted_before = true;
@@ -1643,6 +1678,19 @@ static void trace_close(Engine *e) {
 
 static void report(Engine *e, double flops, double start) {
     double patches = flops / patch_flops(&e->config.vision), end = now(e->device);
+    e->last = (StepRecord){.n = ++e->n_steps,
+                           .start = start,
+                           .seconds = end - start,
+                           .patches = (int)patches,
+                           .running = e->n_running,
+                           .waiting = e->n_waiting,
+                           .blocks_held = e->pool.n - e->pool.n_free - e->pool.n_cached,
+                           .blocks_cached = e->pool.n_cached,
+                           .slots_used = e->cache.n_slots - e->cache.n_free};
+    for (int i = 0; i < e->n_running; i++) {
+        int take = e->running[i]->take;
+        *(take > 1 ? &e->last.prefill : &e->last.decode) += take;
+    }
     if (e->trace) trace_step(e, patches, start, end);
     if (e->options.explain) explain(e, patches, end - start);
 }
@@ -1680,7 +1728,6 @@ bool engine_step(Engine *e) {
     if (e->batch.T) text_forward(e);
     report(e, flops, start);
     commit(e);
-    e->n_steps++;
     return true;
 }
 
@@ -1700,6 +1747,11 @@ static bool request_check(const Engine *e, const Request *r, int room, Error *er
         if (r->ids[i] < 0 || r->ids[i] >= e->config.text.vocab)
             return fail(err, 400, "token id %d is not in the vocabulary of %d", r->ids[i], e->config.text.vocab);
     if (r->max_tokens < 0) return fail(err, 400, "max_tokens is %d: give 1 or more, or 0 for no limit", r->max_tokens);
+    if (r->n_biases > MAX_BIASES) return fail(err, 400, "%d biases, the limit is %d", r->n_biases, MAX_BIASES);
+    for (int i = 0; i < r->n_biases; i++)
+        if (r->biases[i].id < 0 || r->biases[i].id >= e->config.text.vocab)
+            return fail(err, 400, "a bias is for token id %d, the vocabulary has %d", r->biases[i].id,
+                        e->config.text.vocab);
     return true;
 }
 
@@ -1740,6 +1792,7 @@ static void sequence_free(SequenceState *s) {
     free(s->spans);
     free(s->blocks);
     free(s->counts);
+    free(s->count_of);
     free(s);
 }
 
@@ -1755,12 +1808,16 @@ Sequence *engine_submit(Engine *e, const Request *r, Error *err) {
     s->seq.sampled = xcalloc(s->limit - r->n, sizeof *s->seq.sampled);
     s->spans = xcalloc(r->n_images, sizeof *s->spans);
     s->blocks = xcalloc(div_up(s->limit, KV_BLOCK), sizeof *s->blocks);
-    s->counts = xcalloc(s->limit, sizeof *s->counts);
+    if (r->n_biases || penalised(&r->sampling)) {
+        s->counts = xcalloc(min_int(s->limit + r->n_biases, e->config.text.vocab), sizeof *s->counts);
+        s->count_of = xcalloc(e->config.text.vocab, sizeof *s->count_of);
+    }
     memcpy(s->seq.ids, r->ids, r->n * sizeof *r->ids);
     if (!request_spans(e, r, s, err)) {
         sequence_free(s);
         return NULL;
     }
+    for (int i = 0; i < r->n_biases; i++) count_entry(s, r->biases[i].id)->bias = r->biases[i].bias;
     for (int i = 0; i < r->n; i++)
         if (r->ids[i] != e->config.image_token) count_token(s, r->ids[i], 0);
     s->seq.id = ++e->n_submitted;
@@ -1782,6 +1839,20 @@ void engine_release(Engine *e, Sequence *seq) {
     sequence_finish(e, s, FINISH_CANCELLED);
     sequence_free(s);
 }
+
+void engine_flush(Engine *e) {
+    BlockPool *p = &e->pool;
+    for (int b = 0; b < p->n; b++) {
+        if (p->blocks[b].holders || !p->blocks[b].hashed) continue;
+        pool_list_remove(p, b);
+        pool_unhash(p, b), p->n_cached--;
+        pool_list_add(p, b, true), p->n_free++;
+    }
+    for (ImageEntry *x = e->cache.entries; x < e->cache.entries + e->cache.n_slots; x++)
+        if (x->n_rows && !x->pins && x->ready) cache_drop(&e->cache, x);
+}
+
+const StepRecord *engine_last_step(const Engine *e) { return &e->last; }
 
 // ---------------------------------------------------------------------------------------------
 // The memory plan. Sizes of the regions follow from the options and the model; the KV pool gets what is left.
@@ -1961,7 +2032,8 @@ void engine_map(const Engine *e, MemoryMap *m) {
         .image_hits = c->hits,
         .image_misses = c->misses,
         .image_evictions = c->evictions,
-
+        .prefix_queries = e->prefix_queries,
+        .prefix_hits = e->prefix_hits,
         .preemptions = e->n_preempted,
         .running = e->n_running,
         .waiting = e->n_waiting,

@@ -1381,15 +1381,16 @@ __device__ Best draw(SampleShared &s, float *x, int V, const SampleRow &row) {
     return block_best(s, best);
 }
 
-// The row with its penalties, in `work`.
+// The row with its penalties and biases, in `work`.
 __device__ void apply_penalties(float *work, const float *x, int V, const SampleRow &row, const TokenCount *counts) {
     for (int i = threadIdx.x; i < V; i += blockDim.x) work[i] = x[i];
     __syncthreads();
     for (int i = threadIdx.x; i < row.n; i += blockDim.x) {
         TokenCount c = counts[row.first + i];
         float l = work[c.id];
-        l = l > 0 ? l / row.how.repetition_penalty : l * row.how.repetition_penalty;
-        work[c.id] = l - (row.how.frequency_penalty * c.count + (c.count > 0 ? row.how.presence_penalty : 0));
+        if (c.seen) l = l > 0 ? l / row.how.repetition_penalty : l * row.how.repetition_penalty;
+        l -= row.how.frequency_penalty * c.count + (c.count > 0 ? row.how.presence_penalty : 0);
+        work[c.id] = l + c.bias;
     }
     __syncthreads();
 }

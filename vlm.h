@@ -4,7 +4,9 @@
 //   tokenizer.c  text <-> ids, the chat template
 //   vlm.c        model file, memory plan, vision tower, language model, KV blocks, scheduler, step
 //   vlm_cpu.c    the operations of the Device table in C
+//   request.c    OpenAI's JSON <-> prompts and answers (request.h)
 //   chat.c       main(): command line and REPL
+//   server.c     the HTTP server
 //
 // Letters used for sizes, everywhere:
 //   B sequences in the step    T tokens in the step    R rows of logits    S keys (tokens in the cache)
@@ -34,10 +36,13 @@ extern "C" {
 typedef struct Error {
     int status;
     char message[240];
+    char param[48]; // the request's field at fault; "": none
 } Error;
 
 // Fill `err` and return false, so that a function can `return fail(err, 400, ...)`.
 bool fail(Error *err, int status, const char *format, ...) __attribute__((format(printf, 3, 4)));
+// The same for a field of a request, with status 400.
+bool fail_at(Error *err, const char *field, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 // A growing list of token ids. Zero-initialise; free(ids.data) ends it.
 typedef struct Ids {
@@ -79,6 +84,8 @@ typedef struct Tokenizer Tokenizer;
 Tokenizer *tokenizer_open(const ModelFile *file, Error *err);
 void tokenizer_close(Tokenizer *tok);
 int tokenizer_vocab(const Tokenizer *tok);
+// The template's default system message; "" if it has none.
+const char *tokenizer_default_system(const Tokenizer *tok);
 // Append the ids of `n` bytes of text. What looks like a special token in it is plain text.
 // Fails (400) on invalid UTF-8, naming the byte, and (413) over 1 GiB; `out` is then as it was. Time is O(n log n).
 bool tokenizer_encode(const Tokenizer *tok, const char *text, size_t n, Ids *out, Error *err);
@@ -147,6 +154,9 @@ size_t image_workspace(const ImageConfig *config);
 // Pillow's bicubic does it. Errors: 400 for what is no such picture, 413 over a limit; fixed texts,
 // nothing of the decoder's. On success image_free() ends the picture.
 bool image_load(const ImageConfig *config, Workspace *work, const void *bytes, size_t n, Image *out, Error *err);
+// The sizes of it only, with the same errors but for damage that decoding alone finds. Takes microseconds to
+// milliseconds and no memory; out->pixels stays NULL.
+bool image_probe(const ImageConfig *config, const void *bytes, size_t n, Image *out, Error *err);
 void image_free(Image *image);
 // Rows of patches for the vision tower, normalised: row i is patch order[i] (NULL: i), counted in merge order
 // (groups of merge x merge patches row by row, inside a group row by row); a row is (channel,
@@ -162,6 +172,7 @@ typedef struct Part {
     const char *text; // NULL for a picture
     size_t n;         // bytes of text
     const Image *image;
+    bool markup; // the text is a tag of the template, "<tool_call>": one id where the vocabulary has it as one
 } Part;
 
 typedef struct Prompt {
@@ -177,6 +188,8 @@ bool prompt_add(Prompt *prompt, const Tokenizer *tok, const ImageConfig *config,
                 int n_parts, Error *err);
 // Open the assistant's turn: the model writes from here.
 void prompt_open_reply(Prompt *prompt, const Tokenizer *tok);
+// Begin the open turn in the model's place, so that it goes on from there.
+bool prompt_begin_reply(Prompt *prompt, const Tokenizer *tok, const Part *parts, int n_parts, Error *err);
 // Append what the model wrote and close its turn (a special id at its end, such as the end of turn, gives way to the
 // template's own), so that the next turn's ids continue these and the KV of them can be used again.
 void prompt_close_reply(Prompt *prompt, const Tokenizer *tok, const int32_t *ids, size_t n);
@@ -265,7 +278,7 @@ size_t config_weight_bytes(const Config *config);
 // ---------------------------------------------------------------------------------------------
 // Sampling
 
-enum { MAX_LOGPROBS = 20 };
+enum { MAX_LOGPROBS = 20, MAX_BIASES = 1024 };
 
 typedef struct Sampling {
     float temperature;                         // 0: the most likely token, the lowest id among equals
@@ -278,9 +291,12 @@ typedef struct Sampling {
     uint64_t seed;
 } Sampling;
 
-// A token that a penalty is for: in the prompt (count 0) or written `count` times.
+// A token whose logit is changed: penalised because it is in the prompt (seen) or was written `count` times, and moved
+// by `bias`.
 typedef struct TokenCount {
     int32_t id, count;
+    bool seen; // in the prompt or the answer
+    float bias;
 } TokenCount;
 
 // One row of logits to sample from.
@@ -397,9 +413,9 @@ typedef struct Device {
     // In place: x = x/2 (1 + erf(x / sqrt 2))
     void (*gelu)(void *x, Dtype type, size_t n);
 
-    // Log-probabilities from the logits as they are; then penalties, temperature, top-k, top-p, min-p in this order;
-    // then a draw: with u(seed, step, id) in (0, 1), the id whose weight / -log(u) is largest. A row's result depends
-    // on its own logits and SampleRow only.
+    // Log-probabilities from the logits as they are; then penalties and biases, temperature, top-k, top-p, min-p in
+    // this order; then a draw: with u(seed, step, id) in (0, 1), the id whose weight / -log(u) is largest. A row's
+    // result depends on its own logits and SampleRow only.
     void (*sample)(Sampled *out, const float *logits, // (R), (R, V)
                    float *work,                       // (R, V): overwritten
                    const SampleRow *rows, const TokenCount *counts, int R, int V);
@@ -459,8 +475,10 @@ typedef struct Request {
     const Image *const *images; // in the order of their runs in ids; borrowed until engine_release()
     int n_images;
     Sampling sampling;
-    int max_tokens;   // 0: up to the context's end
-    uint8_t salt[32]; // requests with different salts share no cache
+    int max_tokens;           // 0: up to the context's end
+    const TokenCount *biases; // id and bias of tokens to favour or avoid, each id once: copied
+    int n_biases;             // at most MAX_BIASES
+    uint8_t salt[32];         // requests with different salts share no cache
 } Request;
 
 // A request in the engine. Read by the caller between steps; freed by engine_release().
@@ -492,6 +510,18 @@ bool engine_step(Engine *engine);
 void engine_cancel(Engine *engine, Sequence *seq);
 // Forget a sequence, finished or not. Its cached prefix stays.
 void engine_release(Engine *engine, Sequence *seq);
+// Forget cached prefixes and pictures that no sequence is using.
+void engine_flush(Engine *engine);
+
+// What the latest step did.
+typedef struct StepRecord {
+    int64_t n;                                                    // 1, 2, ...; 0: there was none
+    double start, seconds;                                        // by the device's clock
+    int decode, prefill;                                          // tokens
+    int patches;                                                  // through the vision tower
+    int running, waiting, blocks_held, blocks_cached, slots_used; // after it
+} StepRecord;
+const StepRecord *engine_last_step(const Engine *engine);
 const EngineOptions *engine_options(const Engine *engine); // with the defaults filled in
 // How pictures must be loaded for this engine: the model's settings under the engine's limits.
 const ImageConfig *engine_image_config(const Engine *engine);
@@ -515,6 +545,7 @@ typedef struct MemoryMap {
     int slots, slots_used, slots_pinned;                 // of picture rows
     size_t slot_bytes, tower_bytes;                      // images == slots * slot_bytes + tower_bytes, rounded up
     int64_t image_hits, image_misses, image_evictions;
+    int64_t prefix_queries, prefix_hits; // tokens of prompts admitted; those of them that the prefix cache had
     int64_t preemptions;
     int running, waiting;
 } MemoryMap;

@@ -758,8 +758,9 @@ static void report_logprobs(Sampled *out, const float *x, int V, float max, floa
 static void apply_penalties(float *x, const Sampling *how, const TokenCount *counts, int n) {
     for (int i = 0; i < n; i++) {
         float *l = &x[counts[i].id];
-        *l = *l > 0 ? *l / how->repetition_penalty : *l * how->repetition_penalty;
+        if (counts[i].seen) *l = *l > 0 ? *l / how->repetition_penalty : *l * how->repetition_penalty;
         *l -= how->frequency_penalty * counts[i].count + (counts[i].count > 0 ? how->presence_penalty : 0);
+        *l += counts[i].bias;
     }
 }
 

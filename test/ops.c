@@ -391,8 +391,9 @@ static int reference_draw(const double *logits, int V, const SampleRow *row) {
 static void reference_penalties(double *logits, const Sampling *how, const TokenCount *counts, int n) {
     for (int i = 0; i < n; i++) {
         double *l = &logits[counts[i].id];
-        *l = *l > 0 ? *l / how->repetition_penalty : *l * how->repetition_penalty;
+        if (counts[i].seen) *l = *l > 0 ? *l / how->repetition_penalty : *l * how->repetition_penalty;
         *l -= how->frequency_penalty * counts[i].count + (counts[i].count ? how->presence_penalty : 0);
+        *l += counts[i].bias;
     }
 }
 
@@ -400,7 +401,8 @@ static void test_sample(int V) {
     enum { R = 48 };
     Array logits = array(F32, (size_t)R * V, 6);
     SampleRow rows[R] = {0};
-    TokenCount counts[] = {{0, 0}, {3, 1}, {7, 5}, {V - 1, 2}};
+    TokenCount counts[] = {
+        {0, 0, true, 0}, {3, 1, true, 0}, {7, 5, true, -1.5f}, {V - 1, 2, true, 0}, {5, 0, false, 2}};
     for (int r = 0; r < R; r++) {
         Sampling *s = &rows[r].how;
         *s = (Sampling){.temperature = r % 4 ? 0.3f * (r % 5 + 1) : 0,
@@ -413,7 +415,7 @@ static void test_sample(int V) {
                         .logprobs = r % 6,
                         .seed = 1000 + r / 2};
         rows[r].step = r * 3;
-        if (r % 2 == 0) rows[r].first = 0, rows[r].n = 4;
+        if (r % 2 == 0) rows[r].first = 0, rows[r].n = 5;
     }
     float *work = take((size_t)R * V * 4);
     Sampled *out = take(R * sizeof *out), *alone = take(sizeof *out);

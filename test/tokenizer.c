@@ -72,8 +72,8 @@ static bool turn(Prompt *prompt, const Tokenizer *tok, json_t *json, Image *pict
         pictures[i].height = (int)json_integer_value(json_array_get(item, 0));
         pictures[i].width = (int)json_integer_value(json_array_get(item, 1));
         bytes[i] = (char)json_integer_value(json_object_get(item, "byte"));
-        parts[i] = (Part){json_string_value(item), json_string_length(item), &pictures[i]};
-        if (json_is_object(item)) parts[i] = (Part){&bytes[i], 1, NULL};
+        parts[i] = (Part){.text = json_string_value(item), .n = json_string_length(item), .image = &pictures[i]};
+        if (json_is_object(item)) parts[i] = (Part){.text = &bytes[i], .n = 1};
     }
     if (reply)
         prompt_close_reply(prompt, tok, ids, n);
