@@ -515,10 +515,10 @@ void engine_flush(Engine *engine);
 
 // What the latest step did.
 typedef struct StepRecord {
-    int64_t n;                                                    // 1, 2, ...; 0: there was none
-    double start, seconds;                                        // by the device's clock
-    int decode, prefill;                                          // tokens
-    int patches;                                                  // through the vision tower
+    int64_t n;             // 1, 2, ...; 0: there was none
+    double start, seconds; // by the device's clock
+    int decode, prefill;   // tokens
+    int patches;           // picture work: that of so many patches through the whole tower
     int running, waiting, blocks_held, blocks_cached, slots_used; // after it
 } StepRecord;
 const StepRecord *engine_last_step(const Engine *engine);
