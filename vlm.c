@@ -1424,9 +1424,8 @@ static int schedule(Engine *e) {
             SequenceState *s = e->running[i];
             int left = s->seq.n_tokens - s->computed;
             if ((left > 1) != prefill) continue;
-            int n = min_int(left, budget);
-            if (!sequence_grow(e, s, s->computed + n)) n = min_int(n, s->n_blocks * KV_BLOCK - s->computed);
-            s->take = sequence_acquire(e, s, n);
+            int n = sequence_acquire(e, s, min_int(left, budget)); // no blocks for what waits for a picture
+            s->take = sequence_grow(e, s, s->computed + n) ? n : min_int(n, s->n_blocks * KV_BLOCK - s->computed);
             budget -= s->take;
         }
     int total = 0; // not what the budget lost: who was preempted on the way computes nothing
