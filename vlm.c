@@ -707,7 +707,7 @@ struct Engine {
 
     void *base; // the device's one allocation: weights where they are copied, kv, images, arena
     size_t reserved;
-    size_t kv_bytes, image_bytes, io_bytes;
+    size_t kv_bytes, image_bytes, arena_bytes, io_bytes; // the last two with what the device wants of them
     char *kv;
     float *image_rows;
     Arena arena, io;
@@ -1595,7 +1595,7 @@ static void explain_plan(const Engine *e) {
             "plan: weights %.1f MB, kv %.1f MB in %d blocks, images %.1f MB in %d slots and the tower, arena %.1f MB, "
             "io %.1f MB\n",
             e->weight_bytes / 1e6, e->kv_bytes / 1e6, e->pool.n, e->image_bytes / 1e6, e->cache.n_slots,
-            e->arena.size / 1e6, e->io_bytes / 1e6);
+            e->arena_bytes / 1e6, e->io_bytes / 1e6);
 }
 
 // A bar on a lane, from `start` to `end`, in the trace's microseconds.
@@ -1889,6 +1889,11 @@ static bool options_fill(Engine *e, Error *err) {
     return true;
 }
 
+size_t model_weight_bytes(const Model *m, const Device *device) {
+    if (!m->file) return config_weight_bytes(&m->config);
+    return device->unified ? m->file->size : align_up(m->file->size - m->file->data, ALIGN);
+}
+
 // Sizes of all regions into e. Nothing is taken yet.
 static bool engine_size(Engine *e, const Config *config, size_t weight_bytes, const EngineOptions *options,
                         Error *err) {
@@ -1901,7 +1906,7 @@ static bool engine_size(Engine *e, const Config *config, size_t weight_bytes, co
     tower_layout(e, &tower);
     e->tower_bytes = tower.peak;
     measure_step(e);
-    e->io_bytes = e->io.peak, e->arena.size = e->arena.peak;
+    e->io_bytes = e->io.peak + e->device->staging, e->arena_bytes = e->arena.peak + e->device->scratch;
 
     size_t slot_bytes = (size_t)SLOT_ROWS * config->vision.out * sizeof(float);
     int slots_per_image = div_up(largest_image_tokens(&e->config.image), SLOT_ROWS);
@@ -1914,11 +1919,11 @@ static bool engine_size(Engine *e, const Config *config, size_t weight_bytes, co
     e->cache.n_slots = (int)(o->image_cache / slot_bytes), e->cache.slots_per_image = slots_per_image;
     e->image_bytes = align_up(e->cache.n_slots * slot_bytes, ALIGN) + e->tower_bytes;
 
-    size_t fixed = weight_bytes + e->image_bytes + e->arena.size + e->io_bytes;
+    size_t fixed = weight_bytes + e->image_bytes + e->arena_bytes + e->io_bytes;
     if (!o->memory && !o->kv_blocks && e->device->memory) { // nine tenths of what is free there
-        size_t available, held;
-        e->device->memory(&available, &held);
-        o->memory = available / 10 * 9;
+        DeviceMemory m;
+        e->device->memory(&m);
+        o->memory = m.available / 10 * 9;
     }
     size_t least = fixed + align_up((o->kv_blocks ? o->kv_blocks : e->table_stride) * e->block_bytes, ALIGN);
     if (o->memory && o->memory < least)
@@ -1946,7 +1951,7 @@ void engine_map(const Engine *e, MemoryMap *m) {
                 {"kv", e->kv_bytes, held * e->block_bytes, p->peak_held * e->block_bytes},
                 {"images", e->image_bytes, slots_used * slot_bytes + (e->tower.phase ? e->tower_bytes : 0),
                  c->peak_used * slot_bytes + (e->tower_ran ? e->tower_bytes : 0)},
-                {"arena", e->arena.size, e->arena.used, e->arena.peak},
+                {"arena", e->arena_bytes, e->arena.used + e->device->scratch, e->arena.peak + e->device->scratch},
                 {"io", e->io_bytes, e->io_bytes, e->io_bytes},
             },
         .blocks = p->n,
@@ -1968,8 +1973,7 @@ void engine_map(const Engine *e, MemoryMap *m) {
     for (int i = 0; i < c->n_slots && c->entries; i++)
         if (c->entries[i].n_rows && c->entries[i].pins) m->slots_pinned += div_up(c->entries[i].n_rows, SLOT_ROWS);
     for (int i = 0; i < N_OWNERS; i++) m->total += m->owners[i].bytes;
-    size_t available;
-    if (e->device->memory) e->device->memory(&available, &m->device_held);
+    if (e->device->memory) e->device->memory(&m->driver);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -2005,6 +2009,7 @@ static Engine *engine_new(const Config *config, size_t weight_bytes, const Devic
 
 bool engine_plan(const Config *config, size_t weight_bytes, const Device *device, const EngineOptions *options,
                  MemoryMap *map, Error *err) {
+    if (device->start && !device->start(err)) return false;
     Engine *e = engine_new(config, weight_bytes, device, options, err);
     if (!e) return false;
     e->pool.n = e->pool.n_free = e->options.kv_blocks;
@@ -2025,20 +2030,20 @@ static bool dump_check(const char *path, Error *err) {
 static bool engine_reserve(Engine *e, const Model *model, Error *err) {
     const Device *d = e->device;
     const ModelFile *file = model->file;
-    size_t data = file ? file->size - file->data : 0, weights = d->unified ? 0 : align_up(data, ALIGN);
-    e->reserved = weights + e->kv_bytes + e->image_bytes + e->arena.size;
+    size_t weights = d->unified ? 0 : e->weight_bytes;
+    e->reserved = weights + e->kv_bytes + e->image_bytes + e->arena_bytes;
     e->base = d->reserve(e->reserved);
     if (!e->base)
         return fail(err, 500, "the %s device has no %zu bytes: lower --memory or --ctx", d->name, e->reserved);
     char *host = d->reserve_host(e->io_bytes);
     if (!host) return fail(err, 500, "the host has no %zu bytes for transfers: lower --ctx or --max-seqs", e->io_bytes);
-    if (weights) d->upload(e->base, modelfile_data(file), data);
+    if (weights) d->upload(e->base, modelfile_data(file), file->size - file->data);
     weights_free(&e->weights);
     weights_bind(&e->weights, &e->config, file, weights ? e->base : NULL, NULL, err); // model_open() has bound the same
     e->kv = (char *)e->base + weights;
     e->image_rows = (float *)(e->kv + e->kv_bytes);
-    e->arena = (Arena){.base = (char *)e->image_rows + e->image_bytes, .size = e->arena.size};
-    e->io = (Arena){.base = host, .size = e->io_bytes};
+    e->arena = (Arena){.base = (char *)e->image_rows + e->image_bytes, .size = e->arena_bytes - d->scratch};
+    e->io = (Arena){.base = host, .size = e->io_bytes - d->staging};
     io_layout(e);
     tower_layout(e, &(Arena){.base = e->arena.base - e->tower_bytes, .size = e->tower_bytes});
     return true;
@@ -2047,9 +2052,8 @@ static bool engine_reserve(Engine *e, const Model *model, Error *err) {
 Engine *engine_open(const Model *model, const Device *device, const EngineOptions *options, Error *err) {
     assert(model->file || device == &device_null); // a shape without weights can only be planned
     if (options->dump && !dump_check(options->dump, err)) return NULL;
-    size_t weight_bytes = model->file ? modelfile_bytes(model->file) : config_weight_bytes(&model->config);
     if (device->start && !device->start(err)) return NULL;
-    Engine *e = engine_new(&model->config, weight_bytes, device, options, err);
+    Engine *e = engine_new(&model->config, model_weight_bytes(model, device), device, options, err);
     if (!e) return NULL;
     if (!trace_open(e, err) || !engine_reserve(e, model, err)) {
         engine_close(e);
