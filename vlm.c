@@ -649,8 +649,9 @@ typedef struct SequenceState {
     int take;     // tokens this step computes
     bool cancelled, running, admitted_before;
     int *blocks, n_blocks;
-    int n_hashed;     // full blocks whose hash is known
-    uint8_t hash[32]; // of the last of those: the chain so far
+    int n_named;          // blocks that the pool knows by their content
+    uint8_t (*names)[32]; // of its full blocks: a chain of hashes,
+    int n_names;          // as far as it has been asked for
     TokenCount *counts;
     int n_counts;
     struct SequenceState *next; // waiting
@@ -1241,40 +1242,39 @@ static void position_of(const Engine *e, const SequenceState *s, int t, int32_t 
     out[0] = out[1] = out[2] = position;
 }
 
-// The chain's next link: everything that the content of the sequence's block i depends on.
-static void block_hash(const SequenceState *s, int i, uint8_t hash[32]) {
-    int first = i * KV_BLOCK;
-    SHA256_CTX sha;
-    SHA256_Init(&sha);
-    SHA256_Update(&sha, i ? hash : s->salt, 32);
-    SHA256_Update(&sha, s->seq.ids + first, KV_BLOCK * sizeof(int32_t));
-    for (int k = 0; k < s->n_spans; k++)
-        if (s->spans[k].first < first + KV_BLOCK && s->spans[k].first + s->spans[k].n > first)
-            SHA256_Update(&sha, s->spans[k].key, 32);
-    SHA256_Final(hash, &sha);
+// The name of the sequence's full block i: a hash of everything that its content depends on, the block before it
+// first. Each is computed once: a sequence that waits is looked up in every step.
+static const uint8_t *block_name(SequenceState *s, int i) {
+    for (; s->n_names <= i; s->n_names++) {
+        int n = s->n_names, first = n * KV_BLOCK;
+        SHA256_CTX sha;
+        SHA256_Init(&sha);
+        SHA256_Update(&sha, n ? s->names[n - 1] : s->salt, 32);
+        SHA256_Update(&sha, s->seq.ids + first, KV_BLOCK * sizeof(int32_t));
+        for (int k = 0; k < s->n_spans; k++)
+            if (s->spans[k].first < first + KV_BLOCK && s->spans[k].first + s->spans[k].n > first)
+                SHA256_Update(&sha, s->spans[k].key, 32);
+        SHA256_Final(s->names[n], &sha);
+    }
+    return s->names[i];
 }
 
 // Take over the blocks of the longest known prefix, but leave a token to compute: its logits are wanted.
 static void sequence_match(Engine *e, SequenceState *s) {
-    uint8_t hash[32] = {0};
     while ((s->n_blocks + 1) * KV_BLOCK < s->seq.n_tokens) {
-        block_hash(s, s->n_blocks, hash);
-        int b = pool_find(&e->pool, hash);
+        int b = pool_find(&e->pool, block_name(s, s->n_blocks));
         if (b < 0) break;
         pool_hold(&e->pool, b);
         s->blocks[s->n_blocks++] = b;
-        memcpy(s->hash, hash, 32);
     }
-    s->n_hashed = s->n_blocks;
+    s->n_named = s->n_blocks;
     s->computed = s->n_blocks * KV_BLOCK;
 }
 
 // Name the blocks that have become full.
 static void sequence_name_blocks(Engine *e, SequenceState *s) {
-    for (; (s->n_hashed + 1) * KV_BLOCK <= s->computed; s->n_hashed++) {
-        block_hash(s, s->n_hashed, s->hash);
-        pool_name(&e->pool, s->blocks[s->n_hashed], s->hash);
-    }
+    for (; (s->n_named + 1) * KV_BLOCK <= s->computed; s->n_named++)
+        pool_name(&e->pool, s->blocks[s->n_named], block_name(s, s->n_named));
 }
 
 static void sequence_unpin(Engine *e, SequenceState *s) {
@@ -1290,7 +1290,7 @@ static void sequence_unpin(Engine *e, SequenceState *s) {
 static void sequence_stop(Engine *e, SequenceState *s) {
     for (int i = s->n_blocks - 1; i >= 0; i--) pool_drop(&e->pool, s->blocks[i]);
     sequence_unpin(e, s);
-    s->n_blocks = s->n_hashed = s->computed = s->take = 0;
+    s->n_blocks = s->n_named = s->computed = s->take = 0;
     s->running = false;
     int i = 0;
     while (e->running[i] != s) i++;
@@ -1402,7 +1402,7 @@ static void admit(Engine *e) {
         int need = div_up(s->seq.n_tokens + 1, KV_BLOCK) - s->n_blocks, left = e->pool.n_free + e->pool.n_cached;
         if (e->n_running && need > left) {
             while (s->n_blocks) pool_drop(&e->pool, s->blocks[--s->n_blocks]);
-            s->computed = s->n_hashed = 0;
+            s->computed = s->n_named = 0;
             return;
         }
         waiting_remove(e, s);
@@ -1738,6 +1738,7 @@ static void sequence_free(SequenceState *s) {
     free(s->seq.sampled);
     free(s->spans);
     free(s->blocks);
+    free(s->names);
     free(s->counts);
     free(s);
 }
@@ -1754,6 +1755,7 @@ Sequence *engine_submit(Engine *e, const Request *r, Error *err) {
     s->seq.sampled = xcalloc(s->limit - r->n, sizeof *s->seq.sampled);
     s->spans = xcalloc(r->n_images, sizeof *s->spans);
     s->blocks = xcalloc(div_up(s->limit, KV_BLOCK), sizeof *s->blocks);
+    s->names = xcalloc(s->limit / KV_BLOCK, sizeof *s->names);
     s->counts = xcalloc(s->limit, sizeof *s->counts);
     memcpy(s->seq.ids, r->ids, r->n * sizeof *r->ids);
     if (!request_spans(e, r, s, err)) {
