@@ -104,6 +104,7 @@ struct ModelFile {
     json_t *header;
     Tensor *tensors; // in the order of their data
     int n_tensors;
+    ModelFile *maker; // itself, when it is no file: it makes up the tensors that it is asked for
 };
 
 static int element_bytes(const char *dtype) {
@@ -140,6 +141,8 @@ static bool tensor_parse(const char *path, const char *name, json_t *entry, uint
         return fail(err, 500, "%s: tensor %.60s does not lie in the file: it is cut short or damaged", path, name);
     return true;
 }
+
+enum { MAX_MADE = 4096 }; // tensors of a file that is made up
 
 static int tensor_order(const void *a, const void *b) {
     const Tensor *x = a, *y = b;
@@ -225,11 +228,44 @@ const char *modelfile_text(const ModelFile *f, const char *key) {
     return json_string_value(json_object_get(json_object_get(f->header, "__metadata__"), key));
 }
 
+// Sixty-four random bits of a place: splitmix64, in order of places.
+static uint64_t random_bits(uint64_t place) {
+    uint64_t x = (place + 1) * 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
+
+// The next tensor of a file that is made up: of random signs and fractions, but one exponent, so that nothing
+// overflows.
+static const Tensor *tensor_make(ModelFile *f, const char *name, const char *dtype, int rank, const int64_t *dims) {
+    static const struct {
+        const char *dtype;
+        uint64_t random, fixed;
+    } kinds[] = {{"F32", 0x807fffff807fffff, 0x3f0000003f000000},  // 0.5 .. 1
+                 {"BF16", 0x807f807f807f807f, 0x3c803c803c803c80}, // 1/64 .. 1/32
+                 {"", 0x9f9f9f9f9f9f9f9f, 0x2020202020202020}};    // bytes; pairs of them are finite as f16, too
+    Tensor *t = &f->tensors[f->n_tensors++];
+    json_object_set_new(f->header, name, json_null());
+    t->name = json_object_iter_key(json_object_iter_at(f->header, name)); // owned there
+    t->dtype = dtype, t->rank = rank, t->begin = t == f->tensors ? 0 : align_up(t[-1].end, 64);
+    size_t bytes = element_bytes(dtype), kind = 0;
+    for (int i = 0; i < rank; i++) bytes *= t->dims[i] = dims[i];
+    t->end = t->begin + bytes;
+    assert(f->n_tensors <= MAX_MADE && t->end <= f->size);
+    while (*kinds[kind].dtype && strcmp(kinds[kind].dtype, dtype)) kind++;
+    uint64_t *data = (uint64_t *)(f->map + t->begin), random = kinds[kind].random, fixed = kinds[kind].fixed;
+#pragma omp parallel for
+    for (size_t i = 0; i < bytes / 8; i++) data[i] = (random_bits(t->begin / 8 + i) & random) | fixed;
+    return t;
+}
+
 const void *modelfile_tensor(const ModelFile *f, const char *name, const char *dtype, int rank, int64_t *dims,
                              Error *err) {
     const Tensor *t = NULL;
     for (int i = 0; i < f->n_tensors && !t; i++)
         if (!strcmp(f->tensors[i].name, name)) t = &f->tensors[i];
+    if (!t && f->maker) t = tensor_make(f->maker, name, dtype, rank, dims);
     if (!t) return fail(err, 500, "%s: tensor %s is missing: export the model again", f->path, name), NULL;
     bool fits = t->rank == rank && !strcmp(t->dtype, dtype);
     for (int i = 0; i < rank && fits; i++) fits = dims[i] < 0 || dims[i] == t->dims[i];
@@ -542,12 +578,27 @@ Model *model_open(const char *path, Error *err) {
     return NULL;
 }
 
-Model *model_shape(const char *name, Error *err) {
+Model *model_shape(const Config *config) {
     Model *m = xcalloc(1, sizeof *m);
-    if (config_shape(name, &m->config, err)) {
-        weights_bind(&m->weights, &m->config, NULL, NULL, NULL, NULL);
-        return m;
-    }
+    m->config = *config;
+    weights_bind(&m->weights, config, NULL, NULL, NULL, NULL);
+    return m;
+}
+
+Model *model_random(const Config *config, Error *err) {
+    Model *m = xcalloc(1, sizeof *m);
+    ModelFile *f = m->file = xcalloc(1, sizeof *f);
+    m->config = *config;
+    f->maker = f, f->path = strdup("random weights"), f->header = json_object();
+    f->tensors = xcalloc(MAX_MADE, sizeof *f->tensors);
+    f->size = config_weight_bytes(config);
+    void *map = mmap(NULL, f->size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    bool ok = map != MAP_FAILED || fail(err, 500, "no memory for %zu bytes of random weights", f->size);
+    f->map = ok ? map : NULL;
+#ifdef MADV_HUGEPAGE
+    if (ok) madvise(map, f->size, MADV_HUGEPAGE);
+#endif
+    if (ok && weights_bind(&m->weights, config, f, NULL, NULL, err)) return m;
     model_close(m);
     return NULL;
 }
@@ -2046,7 +2097,7 @@ static bool engine_reserve(Engine *e, const Model *model, Error *err) {
 }
 
 Engine *engine_open(const Model *model, const Device *device, const EngineOptions *options, Error *err) {
-    assert(model->file || device == &device_null); // a shape without weights can only be planned
+    assert(model->file || device->clock); // a shape without weights can only be planned
     if (options->dump && !dump_check(options->dump, err)) return NULL;
     size_t weight_bytes = model->file ? modelfile_bytes(model->file) : config_weight_bytes(&model->config);
     if (device->start && !device->start(err)) return NULL;

@@ -254,8 +254,10 @@ typedef struct Model {
 } Model;
 
 Model *model_open(const char *path, Error *err);
-// A published shape, without weights and tokenizer: for the null device only.
-Model *model_shape(const char *name, Error *err);
+// A shape without weights and tokenizer: for the null device only.
+Model *model_shape(const Config *config);
+// The same with random weights, in memory: they cost what true ones cost, and what comes out means nothing.
+Model *model_random(const Config *config, Error *err);
 void model_close(Model *model);
 // The Config of a published shape ("qwen2.5-vl-3b", "-7b", "-32b", "-72b"). No weights.
 bool config_shape(const char *name, Config *config, Error *err);
@@ -413,12 +415,15 @@ extern const Device device_null; // vlm_null.c
 // the engine runs true shapes at full scale without weights. All tokens that it samples are 0.
 typedef struct Roofline {
     const char *name;
-    double bandwidth, flops; // what kernels reach: bytes and bf16 operations a second
-    double launch;           // seconds that each operation takes at least
+    double peak_bandwidth, peak_flops; // the machine's: bytes and bf16 operations a second
+    double bandwidth, flops;           // what kernels reach of them
+    double launch;                     // seconds that each operation takes at least
 } Roofline;
 // The preset "h100", "h200" or "rtx4090"; false for another name.
 bool null_preset(const char *name, Roofline *roofline);
 void null_use(const Roofline *roofline);
+// What all its operations so far have counted: bytes that must move, twice the multiply-adds of products and attention.
+void null_work(double *bytes, double *flops);
 // While true, addresses are false and nothing behind them is read: for the memory plan.
 void null_measure(bool measuring);
 
@@ -524,7 +529,20 @@ bool engine_plan(const Config *config, size_t weight_bytes, const Device *device
                  MemoryMap *map, Error *err);
 
 // ---------------------------------------------------------------------------------------------
-// Loads (bench.c)
+// Speed (bench.c)
+
+// Measure stages against the machine's limits and print what came of it. `stages` is a list such as
+// "vision=448,prefill=512,decode=8": a picture of so many pixels a side, a prompt of so many tokens, so many sequences
+// writing together; NULL: the usual ones. Each is timed `repeat` times. The limits of the CPU are measured, another
+// device's are `roofline`'s peaks, or not known (NULL). With `profile` each operation is timed as well.
+typedef struct BenchOptions {
+    const char *stages;
+    int repeat;
+    bool profile, json;
+    const Roofline *roofline;
+} BenchOptions;
+bool bench_stages(const Model *model, const Device *device, const EngineOptions *options, const BenchOptions *bench,
+                  Error *err);
 
 // Serve a load and print what came of it. `load` is "images=WxH,concurrency=N,requests=N,prompt=N,output=N": requests
 // one after another in each of N places, each with a new picture (or none without images=) and a prompt of new tokens.

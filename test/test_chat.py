@@ -117,7 +117,6 @@ def test_bad_numbers_are_refused(flag):
                                                         ["--shape", "-m"]),
     (["--decode"], ["--decode", "vlm chat"]), (["tokenize", "--ctx", "64"], ["--ctx", "vlm tokenize"]),
     (["chat", "map"], ["'map'"]), (["-p", "x", "--device", "null"], ["null", "bench"]),
-    (["bench"], ["--load"]), (["bench", "--shape", "qwen2.5-vl-3b", "--load", "requests=1"], ["--device null"]),
     (["bench", "--load", "requests=1", "--roofline", "abacus"], ["abacus", "h100"]),
 ])
 def test_wrong_usage(args, words):
