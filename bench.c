@@ -647,8 +647,8 @@ static json_t *bench_json(const Pass *p, const Limits *l, bool profile) {
     put_share(limits, "bf16", l->peak[AS_BF16]), put_share(limits, "int8", l->peak[AS_INT8]);
     size_t weights = p->model->file ? modelfile_bytes(p->model->file) : config_weight_bytes(&p->model->config);
     return json_pack("{s:s, s:i, s:s, s:I, s:o, s:o}", "device", p->inner->name, "threads", omp_get_max_threads(),
-                     "type", p->model->config.type == F32 ? "f32" : "bf16", "weights", (json_int_t)weights, "limits",
-                     limits, "stages", stages);
+                     "type", dtype_name(p->model->config.text_type), "weights", (json_int_t)weights, "limits", limits,
+                     "stages", stages);
 }
 
 static void bench_print(const json_t *o, const Limits *l, bool profile) {

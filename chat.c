@@ -205,7 +205,7 @@ static const Option options[] = {
     {0, "repeat", "N", INT, AT(bench.repeat), 1, 100, BENCH, "times that a stage runs (default 3)"},
     {0, "profile", NULL, FLAG, AT(bench.profile), 0, 0, BENCH, "where the time goes, by operation"},
     {0, "roofline", "NAME", TEXT, AT(roofline), 0, 0, BENCH, "limits of a GPU: h100 (default of null), h200, rtx4090"},
-    {0, "type", "TYPE", TEXT, AT(type), 0, 0, MAP | BENCH, "of the shape's weights: f32 or bf16 (default)"},
+    {0, "type", "TYPE", TEXT, AT(type), 0, 0, MAP | BENCH, "of the shape's weights: f32, bf16 (default), q8, q4"},
     {0, "decode", NULL, FLAG, AT(decode), 0, 0, TOKENIZE, "the way back: a JSON array of ids to text"},
     {.name = "sampling"},
     {'n', "max-tokens", "N", INT, AT(max_tokens), 1, MANY, CHAT, "of an answer (default: what the context leaves)"},
@@ -364,8 +364,8 @@ static void settings_check(const Settings *s) {
     if (s->logprobs >= 0 && !s->json && !s->chats) usage("--logprobs needs --json");
     if (s->shape && s->model) usage("-m and --shape do not go together");
     if (s->type && !s->shape) usage("--type needs --shape: a model file has its own type");
-    if (s->type && strcmp(s->type, "f32") != 0 && strcmp(s->type, "bf16") != 0)
-        usage("--type '%s': give f32 or bf16", s->type);
+    Dtype type;
+    if (s->type && !dtype_find(s->type, &type)) usage("--type '%s': give f32, bf16, q8 or q4", s->type);
     if (!device_find(s->device)) usage("--device '%s': not built in; this program has %s", s->device, DEVICES);
     if (s->command == CHAT && device_find(s->device) == &device_null)
         usage("--device null computes nothing: it is for 'vlm bench' and 'vlm map'");
@@ -1112,7 +1112,8 @@ static int map_command(const Settings *settings) {
     bool ok;
     if (settings->shape) {
         ok = config_shape(settings->shape, &config, &err);
-        if (ok) config.type = settings->type && strcmp(settings->type, "f32") == 0 ? F32 : BF16;
+        Dtype type;
+        if (ok && settings->type && dtype_find(settings->type, &type)) config_retype(&config, type);
         ok = ok && engine_plan(&config, config_weight_bytes(&config), &device_cpu, &settings->engine, &map, &err);
     } else {
         ok = session_open(&s, settings, &err);
@@ -1885,7 +1886,7 @@ static void repl_greet(const Repl *r) {
     const char *base = strrchr(s->path, '/');
     char bytes[24], figures[160];
     snprintf(figures, sizeof figures, " (%s, %s) on %s, %d thread%s, context %d tokens",
-             size_text(bytes, (double)modelfile_bytes(s->model->file)), s->model->config.type == F32 ? "f32" : "bf16",
+             size_text(bytes, (double)modelfile_bytes(s->model->file)), dtype_name(s->model->config.text_type),
              s->device->name, omp_get_max_threads(), omp_get_max_threads() > 1 ? "s" : "",
              engine_options(s->engine)->ctx);
     repl_line("vlm.c: ", name ? name : base ? base + 1 : s->path, figures);
@@ -1972,7 +1973,8 @@ static Model *bench_model(const Settings *settings, Error *err) {
     Config config;
     if (settings->shape) {
         if (!config_shape(settings->shape, &config, err)) return NULL;
-        if (settings->type) config.type = strcmp(settings->type, "f32") == 0 ? F32 : BF16;
+        Dtype type;
+        if (settings->type && dtype_find(settings->type, &type)) config_retype(&config, type);
         return device_find(settings->device) == &device_null ? model_shape(&config) : model_random(&config, err);
     }
     char *path = settings->model ? need(strdup(settings->model)) : default_model(err);

@@ -20,6 +20,7 @@
 
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef float f32x8 __attribute__((vector_size(32)));
 typedef float f32x4 __attribute__((vector_size(16)));
 
@@ -98,7 +99,6 @@ INLINE f32x16 v_exp(f32x16 x) {
     p = v_fma(p, r, v_set(0.5f));
     p = v_fma(p, r, v_set(1.0f));
     p = v_fma(p, r, v_set(1.0f));
-    typedef uint32_t u32x16 __attribute__((vector_size(64)));
     u32x16 exponent = ((u32x16)t - (u32x16)magic + 127) << 23;
     return v_select(x < -87.0f, (f32x16){0}, p * (f32x16)exponent);
 }
@@ -134,6 +134,20 @@ INLINE void put(void *p, Dtype type, size_t i, float f) {
 
 INLINE const void *at(const void *p, Dtype type, size_t i) { return (const char *)p + i * (type == F32 ? 4 : 2); }
 
+// Sixteen f16 numbers, all finite.
+INLINE f32x16 v_load_f16(const uint16_t *p) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)p));
+#else
+    typedef uint16_t u16x16 __attribute__((vector_size(32)));
+    u16x16 h;
+    memcpy(&h, p, sizeof h);
+    u32x16 u = __builtin_convertvector(h, u32x16);
+    f32x16 size = (f32x16)((u & 0x7fff) << 13) * 0x1p112f; // moves the exponent, subnormals included
+    return (f32x16)((u32x16)size | (u & 0x8000) << 16);
+#endif
+}
+
 // Waking the threads costs some microseconds. Below these numbers of elements and of multiply-adds one is faster.
 enum { PARALLEL_WORK = 1 << 16, PARALLEL_MACS = 1 << 20 };
 
@@ -152,12 +166,34 @@ static void cpu_copy(void *dst, const void *src, size_t bytes) { memcpy(dst, src
 // ---------------------------------------------------------------------------------------------
 // embed, gather_rows
 
+INLINE size_t tile_group_bytes(Dtype type) { return Q_ROWS * (type == Q8 ? Q_GROUP : Q_GROUP / 2); }
+
+// Row `id` of a Q8 or Q4 matrix; where its numbers lie is written at "linear, quantised".
+static void embed_quantised(float *out, const uint8_t *table, Dtype type, int id, int C) {
+    int r = id % Q_ROWS, groups = (C + Q_GROUP - 1) / Q_GROUP;
+    const uint8_t *tile = table + (size_t)(id / Q_ROWS) * tile_bytes(type, C);
+    const uint16_t *scales = (const uint16_t *)(tile + (size_t)groups * tile_group_bytes(type));
+    for (int c = 0; c < C; c++) {
+        const uint8_t *group = tile + (size_t)(c / Q_GROUP) * tile_group_bytes(type);
+        int k = c % Q_GROUP, four = 4 * r + k % 4, q;
+        if (type == Q8)
+            q = group[k / 4 * 64 + four] - 128;
+        else
+            q = (group[k / 8 * 64 + four] >> (k & 4) & 15) - 8;
+        out[c] = (float)q * v_load_f16(scales + c / Q_GROUP * Q_ROWS)[r];
+    }
+}
+
 static void cpu_embed(float *out, const void *table, Dtype type, const int32_t *ids, int T, int C) {
 #pragma omp parallel for if ((size_t)T * C > PARALLEL_WORK)
     for (int t = 0; t < T; t++) {
         if (ids[t] < 0) continue;
-        const void *row = at(table, type, (size_t)ids[t] * C);
         float *o = out + (size_t)t * C;
+        if (type >= Q8) {
+            embed_quantised(o, table, type, ids[t], C);
+            continue;
+        }
+        const void *row = at(table, type, (size_t)ids[t] * C);
         if (type == F32)
             memcpy(o, row, (size_t)C * sizeof *o);
         else
@@ -322,9 +358,8 @@ INLINE void linear_block(const Linear *a, Dtype type, int t, int t_end, int n, i
             for (int j = n; j < n_end; j++) linear_tile(a, type, t, j, 1, 1);
 }
 
-static void cpu_linear(void *out, Dtype out_type, const void *x, const void *w, Dtype type, const float *bias, int T,
-                       int N, int K, bool accumulate) {
-    assert(!accumulate || out_type == F32);
+static void linear_rows(void *out, Dtype out_type, const void *x, const void *w, Dtype type, const float *bias, int T,
+                        int N, int K, bool accumulate) {
     Linear a = {out, x, w, bias, (size_t)K * dtype_bytes(type), N, type, out_type, accumulate};
     int blocks = (N + SUMS - 1) / SUMS;
 #pragma omp parallel if ((size_t)T * N * K > PARALLEL_MACS)
@@ -339,6 +374,214 @@ static void cpu_linear(void *out, Dtype out_type, const void *x, const void *w, 
                 linear_block(&a, BF16, t, t_end, n, n_end);
         }
     }
+}
+
+// ---------------------------------------------------------------------------------------------
+// linear, quantised
+//
+// x is rounded as w is: to whole numbers, with a scale for each group of 64 along K. The 64 products of a group add up
+// exactly, so their order is free; the groups' sums, times both scales, are then added in order, in f32.
+//
+// In the file a tile is 16 rows of w: for each group 16 (Q8) or 8 (Q4) vectors of 64 bytes, where lane r has four
+// numbers of row r, so that one instruction adds 4 products to each of 16 outputs and no sum ever crosses lanes; then
+// the groups' scales, 16 f16 each. That instruction multiplies unsigned by signed bytes: w is stored with 128 (Q8) or 8
+// (Q4) added, and the sums start at -128 (-8) times the sum of x's group. A byte of Q4 has number k in its low half
+// and k + 4 in its high one.
+//
+// QN tiles times QM rows have their sums in registers. QSLICE groups of the tiles stay in the first-level cache while
+// all rows pass: a step of up to QT_ROWS rows reads each weight once, and one row alone streams them.
+
+#if defined(__AVX512F__)
+enum { QM = 3, QN = 4 };
+#else
+enum { QM = 4, QN = 1 };
+#endif
+enum { QSLICE = 8, QT_ROWS = 512 };
+
+typedef struct XGroup { // 64 numbers of a row of x
+    int8_t q[Q_GROUP];
+    float scale;
+    int32_t start; // what a sum of products with unsigned weights begins at
+} XGroup;
+
+// The rows of x of the product under way; of the longest rows that a model may have, 7 fit.
+enum { X_GROUPS = (8 << 20) / sizeof(XGroup) };
+static XGroup x_groups[X_GROUPS];
+
+typedef struct Quantised { // the arguments of linear, for the tiles
+    void *out;
+    const uint8_t *w;
+    const float *bias;
+    int N, groups;
+    size_t tile_bytes;
+    Dtype type, out_type;
+    bool accumulate;
+} Quantised;
+
+// Where x is not finite the scale is NaN, and so is every output of the row.
+static void quantise_row(XGroup *out, Dtype type, const bf16 *x, int K) {
+    typedef int8_t i8x16 __attribute__((vector_size(16)));
+    const f32x16 magic = v_set(12582912.0f); // rounds, as in v_exp
+    for (int k = 0; k < K; k += Q_GROUP, out++) {
+        float v[Q_GROUP] = {0};
+        for (int i = 0; i < Q_GROUP && k + i < K; i++) v[i] = bf16_to_f32(x[k + i]);
+        f32x16 most = {0}, wrong = {0};
+        for (int i = 0; i < Q_GROUP; i += LANES) {
+            f32x16 a = v_load(v + i);
+            most = v_max((f32x16)((i32x16)a & 0x7fffffff), most);
+            wrong = v_fma(a, (f32x16){0}, wrong);
+        }
+        float max = v_max_lane(most);
+        f32x16 inverse = v_set(max > 0 ? 127 / max : 0);
+        i32x16 sum = {0};
+        for (int i = 0; i < Q_GROUP; i += LANES) {
+            i8x16 q = __builtin_convertvector((i32x16)v_fma(v_load(v + i), inverse, magic) - (i32x16)magic, i8x16);
+            memcpy(out->q + i, &q, sizeof q);
+            sum += __builtin_convertvector(q, i32x16);
+        }
+        out->scale = max / 127 + v_sum(wrong);
+        out->start = 0;
+        for (int i = 0; i < LANES; i++) out->start -= sum[i] * (type == Q8 ? 128 : 8);
+    }
+}
+
+// sum + four products in each lane: unsigned bytes of w times the four signed bytes at x.
+INLINE i32x16 v_dot4(i32x16 sum, i32x16 w, const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+#if defined(__AVX512VNNI__)
+    return (i32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(four));
+#elif defined(__AVX2__) // even and odd bytes as 16-bit numbers: their products and the sum of two fit 32 bits
+    union {
+        i32x16 v;
+        __m256i h[2];
+    } a = {sum}, b = {w};
+    __m256i odd = _mm256_srai_epi16(_mm256_set1_epi32(four), 8);
+    __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_set1_epi32(four), 8), 8);
+    for (int i = 0; i < 2; i++) {
+        __m256i w_even = _mm256_and_si256(b.h[i], _mm256_set1_epi16(255)), w_odd = _mm256_srli_epi16(b.h[i], 8);
+        a.h[i] = _mm256_add_epi32(a.h[i], _mm256_madd_epi16(w_even, even));
+        a.h[i] = _mm256_add_epi32(a.h[i], _mm256_madd_epi16(w_odd, odd));
+    }
+    return a.v;
+#else                   // NEON has vusdotq_s32 for this
+    u32x16 u = (u32x16)w;
+    for (int i = 0; i < 4; i++) sum += (i32x16)(u >> 8 * i & 255) * x[i];
+    return sum;
+#endif
+}
+
+// Numbers 4 j .. 4 j + 3 of each row, from a group of a tile.
+INLINE i32x16 tile_four(Dtype type, const uint8_t *group, int j) {
+    if (type == Q8) return load_bytes(group + 64 * j, 64);
+    i32x16 both = load_bytes(group + 64 * (j / 2), 64);
+    return (j % 2 ? both >> 4 : both) & 0x0f0f0f0f;
+}
+
+// The groups g .. g_end of `tiles` tiles of w times `rows` rows of x, added to acc (rows, QN Q_ROWS).
+INLINE void quantised_tile(const Quantised *a, Dtype type, const uint8_t *w, const XGroup *x, float *acc, int g,
+                           int g_end, int rows, int tiles) {
+    f32x16 sum[QM][QN];
+    for (int r = 0; r < rows; r++)
+        for (int n = 0; n < tiles; n++) sum[r][n] = v_load(acc + (r * QN + n) * Q_ROWS);
+    for (; g < g_end; g++) {
+        i32x16 dots[QM][QN];
+        for (int r = 0; r < rows; r++)
+            for (int n = 0; n < tiles; n++) dots[r][n] = (i32x16){0} + x[(size_t)r * a->groups + g].start;
+        const uint8_t *group = w + g * tile_group_bytes(type);
+#pragma GCC unroll 16
+        for (int j = 0; j < Q_GROUP / 4; j++) {
+            i32x16 four[QN];
+            for (int n = 0; n < tiles; n++) four[n] = tile_four(type, group + n * a->tile_bytes, j);
+            for (int r = 0; r < rows; r++)
+                for (int n = 0; n < tiles; n++)
+                    dots[r][n] = v_dot4(dots[r][n], four[n], x[(size_t)r * a->groups + g].q + 4 * j);
+        }
+        const uint8_t *scales = w + a->groups * tile_group_bytes(type) + (size_t)g * Q_ROWS * 2;
+        f32x16 scale[QN];
+        for (int n = 0; n < tiles; n++) scale[n] = v_load_f16((const uint16_t *)(scales + n * a->tile_bytes));
+        for (int r = 0; r < rows; r++)
+            for (int n = 0; n < tiles; n++)
+                sum[r][n] = v_fma(__builtin_convertvector(dots[r][n], f32x16),
+                                  scale[n] * x[(size_t)r * a->groups + g].scale, sum[r][n]);
+    }
+    for (int r = 0; r < rows; r++)
+        for (int n = 0; n < tiles; n++) v_store(acc + (r * QN + n) * Q_ROWS, sum[r][n]);
+}
+
+// All of T rows against `tiles` tiles. A remainder of 4 rows is 2 and 2.
+INLINE void quantised_rows(const Quantised *a, Dtype type, const uint8_t *w, float *acc, int g, int g_end, int T,
+                           int tiles) {
+    for (int t = 0; t < T;) {
+        const XGroup *x = x_groups + (size_t)t * a->groups;
+        float *sums = acc + (size_t)t * QN * Q_ROWS;
+        if (T - t >= QM && !(QM == 3 && T - t == 4))
+            quantised_tile(a, type, w, x, sums, g, g_end, QM, tiles), t += QM;
+        else if (T - t >= 2)
+            quantised_tile(a, type, w, x, sums, g, g_end, 2, tiles), t += 2;
+        else
+            quantised_tile(a, type, w, x, sums, g, g_end, 1, tiles), t += 1;
+    }
+}
+
+// Sums -> row t of out, columns n .. n_end.
+static void quantised_result(const Quantised *a, const float *sums, int t, int n, int n_end) {
+    for (size_t o = (size_t)t * a->N + n; n < n_end; n++, o++, sums++) {
+        float y = *sums + (a->bias ? a->bias[n] : 0.0f);
+        if (a->accumulate)
+            ((float *)a->out)[o] += y;
+        else
+            put(a->out, a->out_type, o, y);
+    }
+}
+
+// The outputs of QN tiles from n on, or of fewer at the end, for rows t .. t + T.
+INLINE void quantised_block(const Quantised *a, Dtype type, int n, int t, int T) {
+    float acc[QT_ROWS][QN * Q_ROWS];
+    memset(acc, 0, T * sizeof *acc);
+    int tiles = (a->N - n + Q_ROWS - 1) / Q_ROWS;
+    const uint8_t *w = a->w + (size_t)(n / Q_ROWS) * a->tile_bytes;
+    for (int g = 0; g < a->groups; g += QSLICE) {
+        int g_end = g + QSLICE < a->groups ? g + QSLICE : a->groups;
+        if (tiles >= QN)
+            quantised_rows(a, type, w, acc[0], g, g_end, T, QN);
+        else
+            for (int i = 0; i < tiles; i++)
+                quantised_rows(a, type, w + i * a->tile_bytes, acc[0] + i * Q_ROWS, g, g_end, T, 1);
+    }
+    int n_end = n + QN * Q_ROWS < a->N ? n + QN * Q_ROWS : a->N;
+    for (int i = 0; i < T; i++) quantised_result(a, acc[i], t + i, n, n_end);
+}
+
+static void linear_quantised(void *out, Dtype out_type, const bf16 *x, const void *w, Dtype type, const float *bias,
+                             int T, int N, int K, bool accumulate) {
+    int groups = (K + Q_GROUP - 1) / Q_GROUP, room = X_GROUPS / groups, step = room < QT_ROWS ? room : QT_ROWS;
+    Quantised a = {out, w, bias, N, groups, tile_bytes(type, K), type, out_type, accumulate};
+    assert(step > 0);
+    for (int t = 0; t < T; t += step) {
+        int rows = t + step < T ? step : T - t;
+#pragma omp parallel if ((size_t)rows * N * K > PARALLEL_MACS)
+        {
+#pragma omp for schedule(static)
+            for (int i = 0; i < rows; i++)
+                quantise_row(x_groups + (size_t)i * groups, type, x + (size_t)(t + i) * K, K);
+#pragma omp for schedule(static) nowait
+            for (int n = 0; n < N; n += QN * Q_ROWS)
+                if (type == Q8)
+                    quantised_block(&a, Q8, n, t, rows);
+                else
+                    quantised_block(&a, Q4, n, t, rows);
+        }
+    }
+}
+
+static void cpu_linear(void *out, Dtype out_type, const void *x, const void *w, Dtype type, const float *bias, int T,
+                       int N, int K, bool accumulate) {
+    assert(!accumulate || out_type == F32);
+    if (type >= Q8)
+        linear_quantised(out, out_type, x, w, type, bias, T, N, K, accumulate);
+    else
+        linear_rows(out, out_type, x, w, type, bias, T, N, K, accumulate);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -811,6 +1054,7 @@ static void cpu_sample(Sampled *out, const float *logits, float *work, const Sam
 const Device device_cpu = {
     .name = "cpu",
     .unified = true,
+    .quantised = true,
     .step_patches = 256,
     .reserve = cpu_reserve,
     .reserve_host = cpu_reserve,

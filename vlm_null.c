@@ -56,7 +56,7 @@ static void null_copy(void *dst, const void *src, size_t bytes) {
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 
 static void null_embed(float *out, const void *table, Dtype type, const int32_t *ids, int T, int C) {
-    work((double)T * C * (4 + dtype_bytes(type)), 0);
+    work((double)T * C * (4 + (double)matrix_bytes(type, Q_ROWS, C) / (Q_ROWS * C)), 0);
 }
 
 static void null_gather_rows(void *dst, const void *src, const int32_t *index, int n, size_t row_bytes) {
@@ -69,7 +69,7 @@ static void null_rmsnorm(void *out, Dtype type, const float *x, const float *wei
 
 static void null_linear(void *out, Dtype out_type, const void *x, const void *w, Dtype type, const float *bias, int T,
                         int N, int K, bool accumulate) {
-    double operands = ((double)N * K + (double)T * K) * dtype_bytes(type);
+    double operands = (double)matrix_bytes(type, N, K) + (double)T * K * dtype_bytes(compute_type(type));
     work(operands + (double)T * N * dtype_bytes(out_type) * (1 + accumulate), 2.0 * T * N * K);
 }
 
@@ -128,6 +128,7 @@ static void null_sample(Sampled *out, const float *logits, float *work_space, co
 const Device device_null = {
     .name = "null",
     .unified = true,
+    .quantised = true,
     .step_patches = 4096,
     .clock = null_clock,
     .reserve = null_reserve,

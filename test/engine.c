@@ -439,7 +439,7 @@ static void test_context_end(void) {
 
 // Random weights of the model's shape: an engine runs on them, what it computes is finite, and they are the same
 // however many threads made them.
-static void test_random_weights(void) {
+static void test_random_weights(Dtype type) {
     Case c = {0};
     Sampled first[4];
     case_make(&c, 12, 1, 4);
@@ -447,18 +447,20 @@ static void test_random_weights(void) {
     for (int again = 0; again < 2; again++) {
         Error err;
         omp_set_num_threads(again ? 3 : 1);
-        Config endless = model->config;
-        endless.n_eos = 0;
-        Model *random = model_random(&endless, &err);
-        if (!check(random != NULL, "random weights: %s", err.message)) break;
-        check(modelfile_bytes(random->file) == config_weight_bytes(&endless), "random weights: of another size");
-        Engine *e = engine_open(random, dev, &(EngineOptions){.ctx = 1024}, &err);
-        if (!check(e != NULL, "random weights: %s", err.message)) break;
+        Config config = model->config;
+        config.n_eos = 0;
+        config_retype(&config, type);
+        Model *random = model_random(&config, &err);
+        if (!check(random != NULL, "random %s: %s", dtype_name(type), err.message)) break;
+        check(modelfile_bytes(random->file) == config_weight_bytes(&config), "random weights: of another size");
+        Engine *e = engine_open(random, dev, &(EngineOptions){0}, &err);
+        if (!check(e != NULL, "random %s: %s", dtype_name(type), err.message)) break;
         Sequence *q = engine_submit(e, &c.request, &err);
         while (engine_step(e)) {}
-        for (int i = 0; i < 4; i++) check(q->sampled[i].logprob <= 0, "random weights: %g", q->sampled[i].logprob);
+        for (int i = 0; i < 4; i++)
+            check(q->sampled[i].logprob <= 0, "random %s: %g", dtype_name(type), q->sampled[i].logprob);
         if (!again) memcpy(first, q->sampled, sizeof first);
-        check(!memcmp(first, q->sampled, sizeof first), "random weights: others with more threads");
+        check(!memcmp(first, q->sampled, sizeof first), "random %s: others with more threads", dtype_name(type));
         engine_release(e, q);
         engine_close(e);
         model_close(random);
@@ -565,8 +567,10 @@ int main(int argc, char **argv) {
         if (failed) printf("FAIL seed %llu, schedule %d\n", (unsigned long long)base, i);
     }
     if (!failed && dev == &device_cpu)
-        test_random_weights(), test_refusals(), test_context_end(), test_no_allocation(), test_prefix(),
-            test_plan_is_peak(), test_plan_is_taken(), test_picture_work_is_shared();
+        for (Dtype type = F32; type <= Q4; type++) test_random_weights(type);
+    if (!failed && dev == &device_cpu)
+        test_refusals(), test_context_end(), test_no_allocation(), test_prefix(), test_plan_is_peak(),
+            test_plan_is_taken(), test_picture_work_is_shared();
     for (int i = 0; i < N_IMAGES; i++) free(kept[i].pixels);
     for (int i = 0; i < N_REQUESTS; i++) free(cases[i].ids), free(cases[i].written);
     model_close(model);
