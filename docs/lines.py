@@ -12,7 +12,7 @@ FILES = {
     "image.c": "bytes of a picture -> upright RGB -> resized -> patches",
     "tokenizer.c": "text <-> ids, chat template",
     "chat.c": "the command line and the chat",
-    "bench.c": "loads for `vlm bench`",
+    "bench.c": "the speed of each stage, and loads, against limits",
     "weights_export.py": "Hugging Face checkpoint -> one .vlm file",
     "tiny/train.py": "how the small model was trained",
     "test/ops.c": "every operation against double precision: what a port must pass",

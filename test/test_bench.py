@@ -1,9 +1,9 @@
 """vlm bench: its stages run, what it counts is what the model's sizes say, and what cannot run says so. No test looks at a time."""
-import json, os, struct
+import json, os, struct, subprocess, sys
 
 import pytest
 
-from conftest import ROOT, run
+from conftest import BUILD, ROOT, run
 
 MODEL = os.environ.get("VLM_TEST_MODEL") or str(ROOT / "tiny" / "tiny.vlm")
 FIGURES = {"tokens", "runs", "seconds", "spread", "tokens_per_second", "bytes", "flops", "bytes_per_second",
@@ -139,3 +139,54 @@ def test_shapes_are_planned_on_the_null_device(shape, kind, gigabytes):
     for s in o["stages"]:  # a roofline has bf16's peak only
         known = kind == "bf16" or s["stage"] == "vision" and kind != "f32"
         assert 0 < s["of_peak"] <= 0.61 if known else s["of_peak"] is None
+
+
+# ---- beside a peer: one of shell scripts stands for it
+
+def peer_run(folder, *args):
+    return subprocess.run([sys.executable, ROOT / "test/bench_peer.py", folder, "--vlm", BUILD / "vlm", *args], capture_output=True, text=True)
+
+
+def script(path, line):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\necho '{line}'\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture()
+def peer(tmp_path):
+    script(tmp_path / "build/bin/llama-bench", '[{"avg_ts": 0.001}]')
+    script(tmp_path / "build/bin/llama-batched-bench", '{"speed_tg": 1e9}')
+    script(tmp_path / "peer", '{"image_tokens": 64, "encode_min_s": 1e6}')
+    for name in ("models/m/config.json", "gguf/m-bf16.gguf", "gguf/m-mmproj-bf16.gguf"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "vlm").mkdir()
+    (tmp_path / "vlm/m-bf16.vlm").symlink_to(MODEL)
+    return tmp_path
+
+
+def test_peer_ratios(peer):
+    r = peer_run(peer, "--models", "m:bf16", "--rounds", "2", "--threads", "1", "--rows", "vision=112", "prefill=20", "decode=1", "decode=3")
+    assert r.returncode == 0, r.stderr
+    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in r.stdout.splitlines() if line.startswith("| m ")]
+    assert [row[:2] for row in rows] == [["m bf16", s] for s in ("vision 112", "prefill 20", "decode 1", "decode 3")]
+    for _, stage, own, other, ratio, between, limit, others in rows:
+        low, high = (float(x) for x in between.split(" to "))
+        ratio = float(ratio.strip("*"))
+        assert low <= ratio <= high and 0 <= float(others) <= 1 and limit.endswith("read" if "decode" in stage else "peak")
+        assert ratio > 1000 if stage != "decode 3" else ratio < 1  # by what the scripts say
+        assert float(own) > 0 and float(other) >= 0
+
+
+@pytest.mark.parametrize("gone", ["build/bin/llama-bench", "peer", "models/m/config.json", "gguf/m-bf16.gguf", "gguf/m-mmproj-bf16.gguf"])
+def test_peer_that_is_not_whole(peer, gone):
+    (peer / gone).unlink()
+    r = peer_run(peer, "--models", "m:bf16")
+    assert r.returncode == 1 and r.stdout == "" and gone in r.stderr and "docs/speed.md" in r.stderr and r.stderr.count("\n") == 1
+
+
+def test_peer_that_fails(peer):
+    (peer / "peer").write_text("#!/bin/sh\necho no such thing >&2\nexit 3\n")
+    r = peer_run(peer, "--models", "m:bf16", "--rows", "vision=112")
+    assert r.returncode == 1 and "no such thing" in r.stderr
