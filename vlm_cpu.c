@@ -67,7 +67,22 @@ INLINE f32x16 v_fma(f32x16 a, f32x16 b, f32x16 c) {
 INLINE f32x16 v_select(i32x16 mask, f32x16 a, f32x16 b) { return (f32x16)((mask & (i32x16)a) | (~mask & (i32x16)b)); }
 
 // The larger one; b when a is NaN, so keep the value that may be NaN in b.
-INLINE f32x16 v_max(f32x16 a, f32x16 b) { return v_select(a > b, a, b); }
+INLINE f32x16 v_max(f32x16 a, f32x16 b) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return v_select(a > b, a, b);
+#endif
+}
+
+// The smaller one; b when a is NaN.
+INLINE f32x16 v_min(f32x16 a, f32x16 b) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+    return v_select(a < b, a, b);
+#endif
+}
 
 INLINE float v_sum(f32x16 v) {
     union {
@@ -96,7 +111,7 @@ static const i32x16 lane_index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 
 // reduction x = n ln 2 + r, then Taylor's polynomial on |r| <= ln 2 / 2.
 INLINE f32x16 v_exp(f32x16 x) {
     const f32x16 magic = v_set(12582912.0f); // 1.5 * 2^23: adding it rounds to an integer in the low bits
-    f32x16 clipped = v_select(x > 88.0f, v_set(88.0f), x);
+    f32x16 clipped = v_min(v_set(88.0f), x);
     f32x16 t = v_fma(clipped, v_set(1.44269504f), magic);
     f32x16 n = t - magic;
     f32x16 r = v_fma(n, v_set(-0.693359375f), clipped);
@@ -131,6 +146,8 @@ INLINE bf16 f32_to_bf16(float f) {
     return (bf16)((u & 0x7fffffff) > 0x7f800000 ? quiet : rounded);
 }
 
+INLINE size_t width(Dtype type) { return type == F32 ? 4 : 2; }
+
 INLINE float get(const void *p, Dtype type, size_t i) {
     return type == F32 ? ((const float *)p)[i] : bf16_to_f32(((const bf16 *)p)[i]);
 }
@@ -163,7 +180,7 @@ INLINE void v_put(void *p, Dtype type, size_t i, f32x16 v) {
     memcpy((bf16 *)p + i, &b, sizeof b);
 }
 
-INLINE const void *at(const void *p, Dtype type, size_t i) { return (const char *)p + i * (type == F32 ? 4 : 2); }
+INLINE const void *at(const void *p, Dtype type, size_t i) { return (const char *)p + i * width(type); }
 
 // Sixteen f16 numbers, all finite.
 INLINE f32x16 v_load_f16(const uint16_t *p) {
@@ -353,7 +370,7 @@ static void prepare_row(XGroup *out, Dtype type, const void *x, int K) {
         quantise_row(out, type, x, K);
         return;
     }
-    size_t bytes = K * dtype_bytes(type);
+    size_t bytes = K * width(type);
     for (size_t k = 0; k < bytes; k += 64, out++) {
         i32x16 group = load_bytes((const char *)x + k, bytes - k < 64 ? bytes - k : 64);
         memcpy(out->bytes, &group, 64);
@@ -555,10 +572,10 @@ INLINE void linear_block(const Linear *a, Dtype type, int n, int t, int T) {
 static void cpu_linear(void *out, Dtype out_type, const void *x, const void *w, Dtype type, const float *bias, int T,
                        int N, int K, bool accumulate) {
     assert(!accumulate || out_type == F32);
-    size_t width = dtype_bytes(compute_type(type));
-    int in_group = type >= Q8 ? Q_GROUP : 64 / (int)width, groups = (K + in_group - 1) / in_group;
+    size_t e = width(type);
+    int in_group = type >= Q8 ? Q_GROUP : 64 / (int)e, groups = (K + in_group - 1) / in_group;
     int step = X_GROUPS / groups < QT_ROWS ? X_GROUPS / groups : QT_ROWS;
-    Linear a = {out, w, bias, N, groups, K * width, type < Q8 ? 0 : tile_bytes(type, K), out_type, accumulate};
+    Linear a = {out, w, bias, N, groups, K * e, type < Q8 ? 0 : tile_bytes(type, K), out_type, accumulate};
     assert(step > 0);
     for (int t = 0; t < T; t += step) {
         int rows = t + step < T ? step : T - t;
@@ -566,7 +583,7 @@ static void cpu_linear(void *out, Dtype out_type, const void *x, const void *w, 
         {
 #pragma omp for schedule(static)
             for (int i = 0; i < rows; i++)
-                prepare_row(x_groups + (size_t)i * groups, type, (const char *)x + (size_t)(t + i) * K * width, K);
+                prepare_row(x_groups + (size_t)i * groups, type, (const char *)x + (size_t)(t + i) * K * e, K);
 #pragma omp for schedule(static) nowait
             for (int n = 0; n < N; n += QN * Q_ROWS) switch (type) {
                 case F32: linear_block(&a, F32, n, t, rows); break;
@@ -622,7 +639,7 @@ static void cpu_rope(void *x, Dtype type, int stride, const float *cos, const fl
 
 static void cpu_kv_store(void *kv, size_t block_bytes, Dtype type, const void *k, const void *v, int stride,
                          const int32_t *slot, int T, int H_kv, int D) {
-    size_t row = D * dtype_bytes(type), values = H_kv * row * KV_BLOCK;
+    size_t row = D * width(type), values = H_kv * row * KV_BLOCK;
     assert(row % 4 == 0);
 #pragma omp parallel for if ((size_t)T * H_kv * D > PARALLEL_WORK)
     for (int t = 0; t < T; t++) {
@@ -655,15 +672,15 @@ enum { ROWS = 1 };
 static_assert((int)KV_BLOCK == (int)LANES, "a block of the cache is one vector of keys");
 
 typedef struct Tile {
-    int rows, D, Dp; // Dp: D up to whole vectors
-    float scale;
+    float acc[QT * D_MAX];       // (rows, Dp)
+    float values[CHUNK * D_MAX]; // (CHUNK, Dp)
+    f32x16 l[QT];                // in lanes: added up at the end
+    float m[QT];
     int lo[QT], hi[QT]; // keys that each row may see
     const char *q[QT];
-    float m[QT];
-    f32x16 l[QT];                // in lanes: added up at the end
-    float acc[QT * D_MAX];       // (rows, Dp)
-    const char *keys[BLOCKS];    // of the chunk, turned
-    float values[CHUNK * D_MAX]; // (CHUNK, Dp)
+    const char *keys[BLOCKS]; // of the chunk, turned
+    int rows, D, Dp;          // Dp: D up to whole vectors
+    float scale;
 } Tile;
 
 static void tile_begin(Tile *t, int rows, int D) {
@@ -680,7 +697,8 @@ INLINE void tile_query(Tile *t, int row, const void *q, int lo, int hi) {
 // The scores of the chunk's keys for `n` rows.
 INLINE void tile_scores(const Tile *t, Dtype type, int row, int n, f32x16 scores[ROWS][BLOCKS]) {
     i32x16 s[ROWS][BLOCKS] = {0};
-    size_t bytes = t->D * dtype_bytes(type);
+    size_t bytes = t->D * width(type);
+#pragma GCC unroll 4
     for (size_t u = 0; u < bytes; u += 4) {
         i32x16 key[BLOCKS];
         for (int b = 0; b < BLOCKS; b++) key[b] = load_bytes(t->keys[b] + u * LANES, 64);
@@ -695,15 +713,17 @@ INLINE void tile_scores(const Tile *t, Dtype type, int row, int n, f32x16 scores
 // acc = acc * shrink + p values, `vectors` at a time, for the first `keys` of the chunk: the others' weights are 0.
 INLINE void tile_mix(Tile *t, int row, int n, int d, int vectors, const float (*p)[CHUNK], const float *shrink,
                      int keys) {
-    f32x16 acc[ROWS][4];
+    f32x16 acc[ROWS][5];
     float *to = t->acc + (size_t)row * t->Dp + d;
     for (int r = 0; r < n; r++)
         for (int i = 0; i < vectors; i++) acc[r][i] = v_load(to + r * t->Dp + i * LANES) * shrink[r];
     for (int j = 0; j < keys; j++) {
-        f32x16 value[4];
-        for (int i = 0; i < vectors; i++) value[i] = v_load(t->values + (size_t)j * t->Dp + d + i * LANES);
-        for (int r = 0; r < n; r++)
-            for (int i = 0; i < vectors; i++) acc[r][i] = v_fma(v_set(p[r][j]), value[i], acc[r][i]);
+        f32x16 weight[ROWS];
+        for (int r = 0; r < n; r++) weight[r] = v_set(p[r][j]);
+        for (int i = 0; i < vectors; i++) {
+            f32x16 value = v_load(t->values + (size_t)j * t->Dp + d + i * LANES);
+            for (int r = 0; r < n; r++) acc[r][i] = v_fma(weight[r], value, acc[r][i]);
+        }
     }
     for (int r = 0; r < n; r++)
         for (int i = 0; i < vectors; i++) v_store(to + r * t->Dp + i * LANES, acc[r][i]);
@@ -713,9 +733,10 @@ INLINE void tile_mix(Tile *t, int row, int n, int d, int vectors, const float (*
 // so it adds nothing.
 INLINE float tile_weights(Tile *t, int row, int first, f32x16 s[BLOCKS], float *p) {
     f32x16 most = v_set(t->m[row]);
+    bool whole = t->lo[row] <= first && t->hi[row] >= first + CHUNK;
     for (int b = 0; b < BLOCKS; b++) {
         i32x16 key = lane_index + (first + b * LANES);
-        s[b] = v_select((key >= t->lo[row]) & (key < t->hi[row]), s[b], v_set(-INFINITY));
+        if (!whole) s[b] = v_select((key >= t->lo[row]) & (key < t->hi[row]), s[b], v_set(-INFINITY));
         most = v_max(most, s[b]);
     }
     float before = t->m[row], m = v_max_lane(most), shrink = 1; // v_exp(0) is exactly 1
@@ -737,6 +758,7 @@ INLINE void tile_rows(Tile *t, Dtype type, int row, int n, int first, int keys) 
     tile_scores(t, type, row, n, scores);
     for (int r = 0; r < n; r++) shrink[r] = tile_weights(t, row + r, first, scores[r], p[r]);
     int d = 0;
+    if (t->Dp == 5 * LANES) tile_mix(t, row, n, 0, 5, p, shrink, keys), d = t->Dp; // the vision tower's 80
     for (; d + 4 * LANES <= t->Dp; d += 4 * LANES) tile_mix(t, row, n, d, 4, p, shrink, keys);
     for (; d < t->Dp; d += LANES) tile_mix(t, row, n, d, 1, p, shrink, keys);
 }
@@ -877,22 +899,22 @@ typedef struct Segments { // the arguments of attention_segments, for the tiles
 INLINE void segment_tile(const Segments *a, Dtype type, int begin, int end, int from, int to, int h) {
     Tile t;
     char made[BLOCKS][D_MAX * 4 * LANES] __attribute__((aligned(64)));
-    size_t D = a->D, width = (size_t)a->H * D, stride = 3 * width, e = dtype_bytes(type);
+    size_t D = a->D, across = (size_t)a->H * D, stride = 3 * across, e = width(type);
     tile_begin(&t, to - from, a->D);
     for (int r = from; r < to; r++) tile_query(&t, r - from, at(a->qkv, type, r * stride + h * D), 0, end - begin);
     for (int s = begin; s < end; s += CHUNK) {
         int n = end - s < CHUNK ? end - s : CHUNK;
-        const char *keys = at(a->qkv, type, s * stride + width + h * D);
+        const char *keys = at(a->qkv, type, s * stride + across + h * D);
         for (int b = 0; b < BLOCKS; b++) {
             int here = n - b * LANES < LANES ? n - b * LANES : LANES;
             if (here > 0) make_tile(made[b], keys + b * LANES * stride * e, stride * e, here, D * e, 0);
             t.keys[b] = made[here > 0 ? b : 0];
         }
-        tile_values(&t, 0, at(a->qkv, type, s * stride + 2 * width + h * D), type, stride, n);
+        tile_values(&t, 0, at(a->qkv, type, s * stride + 2 * across + h * D), type, stride, n);
         tile_chunk(&t, type, s - begin, n);
     }
     for (int r = from; r < to; r++)
-        tile_result(&t, r - from, (void *)at(a->out, type, (r - a->first) * width + h * D), type);
+        tile_result(&t, r - from, (void *)at(a->out, type, (r - a->first) * across + h * D), type);
 }
 
 static void cpu_attention_segments(void *out, Dtype type, const void *qkv, const int32_t *cu_seqlens, int segments,
