@@ -700,7 +700,7 @@ def store_bf16(rows):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Quantised matrices: whole numbers of 8 or 4 bits with an f16 scale for each group of a row. The layout is the
-# products' own (vlm_cpu.c, "linear, quantised"): a tile is 16 rows, so that a vector of 64 bytes has four numbers of
+# products' own (vlm_cpu.c, "linear"): a tile is 16 rows, so that a vector of 64 bytes has four numbers of
 # each of 16 outputs and the scales of 16 outputs are neighbours; whatever order the kernel would want is made here,
 # once, and never again in memory.
 
