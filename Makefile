@@ -1,5 +1,5 @@
 # vlm.c: `make chat` talks about a picture, `make test` runs the tests; each sets up what it needs.
-# Variables: CC, BUILD (folder of what is built), SANITIZE (e.g. address,undefined), ARGS (for chat), SECONDS (for fuzz).
+# Variables: CC, BUILD (folder of what is built), SANITIZE (e.g. address,undefined), ARGS (for chat, bench), PEER (for bench-peer), SECONDS (for fuzz).
 
 CC       ?= cc
 BUILD    ?= build
@@ -39,7 +39,8 @@ FUZZ   := $(patsubst test/fuzz/%.c,build/fuzz/fuzz_%,$(wildcard test/fuzz/*.c))
 PYTEST  = VLM_BUILD=$(BUILD) $(PY) -m pytest -q
 APART  := --ignore=test/parity --ignore=test/cuda --ignore=test/test_page.py # tests with a target of their own
 
-.PHONY: all cuda test-cuda test-page chat test tests asan tsan parity fuzz simulate docs setup venv help clean
+.PHONY: all cuda test-cuda test-page chat test tests asan tsan parity fuzz bench bench-peer simulate docs setup venv \
+	help clean
 .DELETE_ON_ERROR:
 
 all: setup ## build ./vlm (the default)
@@ -129,6 +130,12 @@ fuzz: venv ## damaged pictures, JSON and HTTP, for SECONDS each (libFuzzer, and 
 	@$(MAKE) --no-print-directory BUILD=build/asan CUDA=0 SANITIZE=address,undefined CFLAGS="-O2 -march=native" build/asan/vlm
 	VLM_BUILD=build/asan $(PY) test/fuzz_http.py $(SECONDS)
 
+bench: all ## the speed of every stage, with limits (ARGS="-m model.vlm", "--profile")
+	./vlm bench $(ARGS)
+
+bench-peer: all ## the same beside llama.cpp, in turns (PEER=the folder of one built as docs/speed.md says)
+	$(PY) test/bench_peer.py $(if $(PEER),"$(PEER)") $(ARGS)
+
 simulate: all ## the loads that kill large engines, at full scale, on the null device
 	python3 test/simulate.py
 
@@ -143,7 +150,7 @@ venv: setup
 	@$(PY) -m pip install -q --disable-pip-version-check -r test/requirements.txt
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile | awk -F': ' '{ printf "  make %-9s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile | awk -F': ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
 
 clean: ## remove what was built
 	rm -rf build vlm

@@ -91,7 +91,28 @@ void ids_push(Ids *ids, int32_t id) {
     ids->data[ids->n++] = id;
 }
 
+static const char *const dtype_names[] = {"f32", "bf16", "q8", "q4"};
+
+const char *dtype_name(Dtype type) { return dtype_names[type]; }
+
+bool dtype_find(const char *name, Dtype *type) {
+    for (*type = F32; *type <= Q4; ++*type)
+        if (!strcmp(name, dtype_names[*type])) return true;
+    return false;
+}
+
 size_t dtype_bytes(Dtype type) { return type == F32 ? 4 : 2; }
+
+// All groups' numbers, then all groups' scales.
+size_t tile_bytes(Dtype type, int64_t cols) {
+    size_t groups = (cols + Q_GROUP - 1) / Q_GROUP;
+    return groups * Q_ROWS * (type == Q8 ? Q_GROUP : Q_GROUP / 2) + (groups * Q_ROWS * 2 + 63) / 64 * 64;
+}
+
+size_t matrix_bytes(Dtype type, int64_t rows, int64_t cols) {
+    if (type >= Q8) return (rows + Q_ROWS - 1) / Q_ROWS * tile_bytes(type, cols);
+    return (size_t)rows * cols * dtype_bytes(type);
+}
 
 static int div_up(int64_t a, int64_t b) { return (int)((a + b - 1) / b); }
 static size_t align_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
@@ -124,6 +145,7 @@ struct ModelFile {
     json_t *header;
     Tensor *tensors; // in the order of their data
     int n_tensors;
+    ModelFile *maker; // itself, when it is no file: it makes up the tensors that it is asked for
 };
 
 static int element_bytes(const char *dtype) {
@@ -160,6 +182,8 @@ static bool tensor_parse(const char *path, const char *name, json_t *entry, uint
         return fail(err, 500, "%s: tensor %.60s does not lie in the file: it is cut short or damaged", path, name);
     return true;
 }
+
+enum { MAX_MADE = 4096 }; // tensors of a file that is made up
 
 static int tensor_order(const void *a, const void *b) {
     const Tensor *x = a, *y = b;
@@ -245,11 +269,44 @@ const char *modelfile_text(const ModelFile *f, const char *key) {
     return json_string_value(json_object_get(json_object_get(f->header, "__metadata__"), key));
 }
 
+// Sixty-four random bits of a place: splitmix64, in order of places.
+static uint64_t random_bits(uint64_t place) {
+    uint64_t x = (place + 1) * 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
+
+// The next tensor of a file that is made up: of random signs and fractions, but one exponent, so that nothing
+// overflows.
+static const Tensor *tensor_make(ModelFile *f, const char *name, const char *dtype, int rank, const int64_t *dims) {
+    static const struct {
+        const char *dtype;
+        uint64_t random, fixed;
+    } kinds[] = {{"F32", 0x807fffff807fffff, 0x3f0000003f000000},  // 0.5 .. 1
+                 {"BF16", 0x807f807f807f807f, 0x3c803c803c803c80}, // 1/64 .. 1/32
+                 {"", 0x9f9f9f9f9f9f9f9f, 0x2020202020202020}};    // bytes; pairs of them are finite as f16, too
+    Tensor *t = &f->tensors[f->n_tensors++];
+    json_object_set_new(f->header, name, json_null());
+    t->name = json_object_iter_key(json_object_iter_at(f->header, name)); // owned there
+    t->dtype = dtype, t->rank = rank, t->begin = t == f->tensors ? 0 : align_up(t[-1].end, 64);
+    size_t bytes = element_bytes(dtype), kind = 0;
+    for (int i = 0; i < rank; i++) bytes *= t->dims[i] = dims[i];
+    t->end = t->begin + bytes;
+    assert(f->n_tensors <= MAX_MADE && t->end <= f->size);
+    while (*kinds[kind].dtype && strcmp(kinds[kind].dtype, dtype)) kind++;
+    uint64_t *data = (uint64_t *)(f->map + t->begin), random = kinds[kind].random, fixed = kinds[kind].fixed;
+#pragma omp parallel for
+    for (size_t i = 0; i < bytes / 8; i++) data[i] = (random_bits(t->begin / 8 + i) & random) | fixed;
+    return t;
+}
+
 const void *modelfile_tensor(const ModelFile *f, const char *name, const char *dtype, int rank, int64_t *dims,
                              Error *err) {
     const Tensor *t = NULL;
     for (int i = 0; i < f->n_tensors && !t; i++)
         if (!strcmp(f->tensors[i].name, name)) t = &f->tensors[i];
+    if (!t && f->maker) t = tensor_make(f->maker, name, dtype, rank, dims);
     if (!t) return fail(err, 500, "%s: tensor %s is missing: export the model again", f->path, name), NULL;
     bool fits = t->rank == rank && !strcmp(t->dtype, dtype);
     for (int i = 0; i < rank && fits; i++) fits = dims[i] < 0 || dims[i] == t->dims[i];
@@ -370,17 +427,44 @@ static void image_config_read(Fields f, const VisionConfig *v, ImageConfig *c) {
     if (f.ok && c->min_pixels > c->max_pixels) fail(f.err, 500, "the model's min_pixels are over its max_pixels");
 }
 
+// The matrices' types: `type`, and the others where they differ from it.
+static bool types_read(const ModelFile *file, Config *c, Error *err) {
+    const struct {
+        const char *key;
+        Dtype *type;
+    } types[] = {{"type", &c->text_type},
+                 {"embed_type", &c->embed_type},
+                 {"head_type", &c->head_type},
+                 {"vision_type", &c->vision_type}};
+    for (int i = 0; i < 4; i++) {
+        const char *name = modelfile_text(file, types[i].key);
+        *types[i].type = c->text_type;
+        if (!name && i) continue;
+        if (!name || !dtype_find(name, types[i].type))
+            return fail(err, 500, "%s: %s \"%.20s\" is unknown, this program reads f32, bf16, q8 and q4", file->path,
+                        types[i].key, name ? name : "");
+        if ((*types[i].type == F32) != (c->text_type == F32))
+            return fail(err, 500, "%s: its matrices are of f32 and of other types, which do not go together",
+                        file->path);
+    }
+    c->type = compute_type(c->text_type);
+    return true;
+}
+
+void config_retype(Config *c, Dtype type) {
+    c->type = compute_type(type), c->text_type = type;
+    c->embed_type = c->head_type = type == Q4 ? Q8 : type;
+    c->vision_type = compute_type(type);
+}
+
 static bool config_read(const ModelFile *file, Config *c, Error *err) {
     *c = (Config){0};
     *err = (Error){0};
-    const char *arch = modelfile_text(file, "architecture"), *type = modelfile_text(file, "type");
+    const char *arch = modelfile_text(file, "architecture");
     if (!arch || strcmp(arch, "qwen2.5-vl"))
         return fail(err, 500, "%s: architecture \"%.40s\" is unknown, this program runs \"qwen2.5-vl\"", file->path,
                     arch ? arch : "");
-    if (!type || (strcmp(type, "f32") && strcmp(type, "bf16")))
-        return fail(err, 500, "%s: weight type \"%.20s\" is unknown, this program reads f32 and bf16", file->path,
-                    type ? type : "");
-    c->type = strcmp(type, "f32") ? BF16 : F32;
+    if (!types_read(file, c, err)) return false;
     const char *config_text = modelfile_text(file, "config"), *preprocess_text = modelfile_text(file, "preprocess");
     json_t *config = json_loads(config_text ? config_text : "", JSON_REJECT_DUPLICATES, NULL);
     json_t *preprocess = json_loads(preprocess_text ? preprocess_text : "", JSON_REJECT_DUPLICATES, NULL);
@@ -415,7 +499,6 @@ bool config_shape(const char *name, Config *config, Error *err) {
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
         if (strcmp(name, shapes[i].name)) continue;
         *config = (Config){
-            .type = BF16,
             .text = {.layers = shapes[i].layers,
                      .hidden = shapes[i].hidden,
                      .ff = shapes[i].ff,
@@ -451,6 +534,7 @@ bool config_shape(const char *name, Config *config, Error *err) {
             .eos = {151645, 151643},
             .n_eos = 2,
         };
+        config_retype(config, BF16);
         return true;
     }
     return fail(err, 400, "unknown shape %.40s: known are qwen2.5-vl-3b, -7b, -32b and -72b", name);
@@ -463,35 +547,39 @@ bool config_shape(const char *name, Config *config, Error *err) {
 typedef struct Binder {
     const ModelFile *file; // NULL: count
     const char *place;     // where the file's data have been copied to; NULL: the map itself
-    Dtype type;
+    Dtype type;            // of the matrices to come
     size_t bytes;
     Error *err;
     bool ok;
 } Binder;
 
-static const void *bind_tensor(Binder *b, Dtype type, int rank, int64_t rows, int64_t cols, const char *format,
-                               int layer) {
-    b->bytes += align_up((size_t)rows * cols * dtype_bytes(type), 64);
+static const void *bind_tensor(Binder *b, const char *dtype, size_t bytes, int rank, int64_t rows, int64_t cols,
+                               const char *format, int layer) {
+    b->bytes += align_up(bytes, 64);
     if (!b->file || !b->ok) return NULL;
     char name[64];
     snprintf(name, sizeof name, format, layer);
     int64_t dims[2] = {rows, cols};
-    const char *data = modelfile_tensor(b->file, name, type == F32 ? "F32" : "BF16", rank, dims, b->err);
+    const char *data = modelfile_tensor(b->file, name, dtype, rank, dims, b->err);
     if (!data) b->ok = false;
     return data && b->place ? b->place + (data - modelfile_data(b->file)) : data;
 }
 
+// Quantised, a matrix is bytes: a row of the file's tensor is a tile.
 static const void *bind_matrix(Binder *b, int64_t rows, int64_t cols, const char *format, int layer) {
-    return bind_tensor(b, b->type, 2, rows, cols, format, layer);
+    size_t bytes = matrix_bytes(b->type, rows, cols);
+    if (b->type >= Q8)
+        return bind_tensor(b, "U8", bytes, 2, div_up(rows, Q_ROWS), tile_bytes(b->type, cols), format, layer);
+    return bind_tensor(b, b->type == F32 ? "F32" : "BF16", bytes, 2, rows, cols, format, layer);
 }
 
 static const float *bind_vector(Binder *b, int64_t n, const char *format, int layer) {
-    return bind_tensor(b, F32, 1, n, 1, format, layer);
+    return bind_tensor(b, "F32", n * sizeof(float), 1, n, 1, format, layer);
 }
 
 static bool weights_bind(Weights *w, const Config *config, const ModelFile *file, const char *place, size_t *bytes,
                          Error *err) {
-    Binder b = {.file = file, .place = place, .type = config->type, .err = err, .ok = true};
+    Binder b = {.file = file, .place = place, .type = config->vision_type, .err = err, .ok = true};
     const VisionConfig *v = &config->vision;
     int C = v->hidden, F = v->ff, merged = v->merge * v->merge * C;
     w->vision = xcalloc(v->layers, sizeof *w->vision);
@@ -519,7 +607,9 @@ static bool weights_bind(Weights *w, const Config *config, const ModelFile *file
     C = t->hidden, F = t->ff;
     int heads_out = t->heads * t->head_dim, qkv = heads_out + 2 * t->kv_heads * t->head_dim;
     w->text = xcalloc(t->layers, sizeof *w->text);
+    b.type = config->embed_type;
     w->embed = bind_matrix(&b, t->vocab, C, "text.embed", 0);
+    b.type = config->text_type;
     for (int i = 0; i < t->layers; i++)
         w->text[i] = (TextLayer){
             .norm1 = bind_vector(&b, C, "text.%02d.norm1", i),
@@ -531,6 +621,7 @@ static bool weights_bind(Weights *w, const Config *config, const ModelFile *file
             .down = bind_matrix(&b, C, F, "text.%02d.down", i),
         };
     w->norm = bind_vector(&b, C, "text.norm", 0);
+    b.type = config->head_type;
     w->head = t->tied ? w->embed : bind_matrix(&b, t->vocab, C, "text.head", 0);
     if (bytes) *bytes = b.bytes;
     return b.ok;
@@ -562,12 +653,27 @@ Model *model_open(const char *path, Error *err) {
     return NULL;
 }
 
-Model *model_shape(const char *name, Error *err) {
+Model *model_shape(const Config *config) {
     Model *m = xcalloc(1, sizeof *m);
-    if (config_shape(name, &m->config, err)) {
-        weights_bind(&m->weights, &m->config, NULL, NULL, NULL, NULL);
-        return m;
-    }
+    m->config = *config;
+    weights_bind(&m->weights, config, NULL, NULL, NULL, NULL);
+    return m;
+}
+
+Model *model_random(const Config *config, Error *err) {
+    Model *m = xcalloc(1, sizeof *m);
+    ModelFile *f = m->file = xcalloc(1, sizeof *f);
+    m->config = *config;
+    f->maker = f, f->path = strdup("random weights"), f->header = json_object();
+    f->tensors = xcalloc(MAX_MADE, sizeof *f->tensors);
+    f->size = config_weight_bytes(config);
+    void *map = mmap(NULL, f->size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    bool ok = map != MAP_FAILED || fail(err, 500, "no memory for %zu bytes of random weights", f->size);
+    f->map = ok ? map : NULL;
+#ifdef MADV_HUGEPAGE
+    if (ok) madvise(map, f->size, MADV_HUGEPAGE);
+#endif
+    if (ok && weights_bind(&m->weights, config, f, NULL, NULL, err)) return m;
     model_close(m);
     return NULL;
 }
@@ -889,7 +995,7 @@ static void tower_embed(Engine *e, const Image *image, int n) {
     if (image && image->pixels) image_fill_patches(image, c, e->vision.order + t->next, n, type, e->vision.patches);
     const void *patches = upload(e, e->vision.patches, bytes);
     tap(e, "patches", 0, patches, type, n, dim);
-    e->device->linear(hidden, F32, patches, e->weights.patch_embed, type, NULL, n, C, dim, false);
+    e->device->linear(hidden, F32, patches, e->weights.patch_embed, e->config.vision_type, NULL, n, C, dim, false);
     tap(e, "patch_embed", 0, hidden, F32, n, C);
 }
 
@@ -903,7 +1009,7 @@ static void tower_qkv(Engine *e, int n) {
     size_t row = t->next, turn = row * (D / 2);
     void *normed = arena_alloc(&e->arena, (size_t)n * C * dtype_bytes(type)), *qkv = at(t->qkv, type, row * 3 * C);
     d->rmsnorm(normed, type, t->hidden + row * C, w->norm1, 1e-6f, n, C);
-    d->linear(qkv, type, normed, w->qkv, type, w->qkv_bias, n, 3 * C, C, false);
+    d->linear(qkv, type, normed, w->qkv, e->config.vision_type, w->qkv_bias, n, 3 * C, C, false);
     d->rope(qkv, type, 3 * C, t->cos + turn, t->sin + turn, n, 2 * H, D); // q's heads, then k's
 }
 
@@ -925,11 +1031,11 @@ static void tower_mix(Engine *e, int n) {
     void *act = arena_alloc(&e->arena, (size_t)n * F * dtype_bytes(type));
     d->attention_segments(mixed, type, t->qkv, full ? t->whole : t->windows, full ? 1 : t->n_windows, t->next, n, H,
                           C / H);
-    d->linear(hidden, F32, mixed, w->proj, type, w->proj_bias, n, C, C, true);
+    d->linear(hidden, F32, mixed, w->proj, e->config.vision_type, w->proj_bias, n, C, C, true);
     d->rmsnorm(normed, type, hidden, w->norm2, 1e-6f, n, C);
-    d->linear(wide, type, normed, w->gate_up, type, w->gate_up_bias, n, 2 * F, C, false);
+    d->linear(wide, type, normed, w->gate_up, e->config.vision_type, w->gate_up_bias, n, 2 * F, C, false);
     d->glu(act, wide, type, n, F);
-    d->linear(hidden, F32, act, w->down, type, w->down_bias, n, C, F, true);
+    d->linear(hidden, F32, act, w->down, e->config.vision_type, w->down_bias, n, C, F, true);
     tap(e, "vision.%02d", t->layer, hidden, F32, n, C);
 }
 
@@ -946,9 +1052,9 @@ static void tower_merge(Engine *e, int n) {
     void *normed = arena_alloc(&e->arena, (size_t)n * wide * dtype_bytes(type));
     void *up = arena_alloc(&e->arena, (size_t)n * wide * dtype_bytes(type));
     d->rmsnorm(normed, type, t->hidden + (size_t)t->next * wide, w->merger_norm, 1e-6f, n * group, C);
-    d->linear(up, type, normed, w->merger_up, type, w->merger_up_bias, n, wide, wide, false);
+    d->linear(up, type, normed, w->merger_up, e->config.vision_type, w->merger_up_bias, n, wide, wide, false);
     d->gelu(up, type, (size_t)n * wide);
-    d->linear(merged, F32, up, w->merger_down, type, w->merger_down_bias, n, out, wide, false);
+    d->linear(merged, F32, up, w->merger_down, e->config.vision_type, w->merger_down_bias, n, out, wide, false);
 }
 
 // Merged rows -> the picture's slots, in raster order.
@@ -1031,20 +1137,20 @@ static void text_layer(Engine *e, int layer, float *hidden, const TextInput *in,
     void *qkv = arena_alloc(&e->arena, (size_t)T * row * width); // q's heads, k's, v's
     void *mixed = arena_alloc(&e->arena, (size_t)T * H * D * width);
     d->rmsnorm(normed, type, hidden, w->norm1, c->eps, T, C);
-    d->linear(qkv, type, normed, w->qkv, type, w->qkv_bias, T, row, C, false);
+    d->linear(qkv, type, normed, w->qkv, e->config.text_type, w->qkv_bias, T, row, C, false);
     d->rope(qkv, type, row, in->cos, in->sin, T, H + H_kv, D);
     d->kv_store(kv, e->block_bytes, type, at(qkv, type, H * D), at(qkv, type, (H + H_kv) * D), row, in->slot, T, H_kv,
                 D);
     d->attention_paged(mixed, type, qkv, row, kv, e->block_bytes, in->block_table, e->table_stride, in->cu_seqlens,
                        in->kv_len, B, H, H_kv, D, 0);
-    d->linear(hidden, F32, mixed, w->out, type, NULL, T, C, H * D, true);
+    d->linear(hidden, F32, mixed, w->out, e->config.text_type, NULL, T, C, H * D, true);
 
     void *wide = arena_alloc(&e->arena, (size_t)T * 2 * F * width);
     void *act = arena_alloc(&e->arena, (size_t)T * F * width);
     d->rmsnorm(normed, type, hidden, w->norm2, c->eps, T, C);
-    d->linear(wide, type, normed, w->gate_up, type, NULL, T, 2 * F, C, false);
+    d->linear(wide, type, normed, w->gate_up, e->config.text_type, NULL, T, 2 * F, C, false);
     d->glu(act, wide, type, T, F);
-    d->linear(hidden, F32, act, w->down, type, NULL, T, C, F, true);
+    d->linear(hidden, F32, act, w->down, e->config.text_type, NULL, T, C, F, true);
     e->arena.used = mark;
 }
 
@@ -1067,7 +1173,7 @@ static void text_sample(Engine *e, const float *hidden) {
     Sampled *out = arena_alloc(&e->arena, R * sizeof *out);
     d->gather_rows(last, hidden, upload(e, b->logit_row, R * sizeof(int32_t)), R, C * sizeof(float));
     d->rmsnorm(normed, type, last, e->weights.norm, c->eps, R, C);
-    d->linear(logits, F32, normed, e->weights.head, type, NULL, R, c->vocab, C, false);
+    d->linear(logits, F32, normed, e->weights.head, e->config.head_type, NULL, R, c->vocab, C, false);
     tap(e, "logits", 0, logits, F32, R, c->vocab);
     d->sample(out, logits, work, upload(e, b->rows, R * sizeof *b->rows),
               upload_room(e, b->counts, b->n_counts * sizeof *b->counts, counts_room(e) * sizeof *b->counts), R,
@@ -1097,7 +1203,7 @@ static void text_forward(Engine *e) {
     tap_ints(e, "positions", b->positions, T, 3);
 
     float *hidden = arena_alloc(&e->arena, (size_t)T * C * sizeof *hidden);
-    d->embed(hidden, e->weights.embed, e->config.type, upload(e, b->ids, ints), T, C);
+    d->embed(hidden, e->weights.embed, e->config.embed_type, upload(e, b->ids, ints), T, C);
     d->gather_rows(hidden, e->image_rows, upload(e, b->image_row, ints), T, C * sizeof(float));
     tap(e, "embed", 0, hidden, F32, T, C);
     for (int i = 0; i < c->layers; i++) {
@@ -2124,8 +2230,13 @@ static bool engine_reserve(Engine *e, const Model *model, Error *err) {
 }
 
 Engine *engine_open(const Model *model, const Device *device, const EngineOptions *options, Error *err) {
-    assert(model->file || device == &device_null); // a shape without weights can only be planned
+    assert(model->file || device->clock); // a shape without weights can only be planned
     if (options->dump && !dump_check(options->dump, err)) return NULL;
+    const Config *c = &model->config;
+    if (!device->quantised && (c->text_type >= Q8 || c->embed_type >= Q8 || c->head_type >= Q8 || c->vision_type >= Q8))
+        return fail(err, 400, "the %s device computes with f32 and bf16 only: export the model with --type bf16",
+                    device->name),
+               NULL;
     if (device->start && !device->start(err)) return NULL;
     Engine *e = engine_new(&model->config, model_weight_bytes(model, device), device, options, err);
     if (!e) return NULL;

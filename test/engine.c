@@ -555,6 +555,38 @@ static void test_context_end(void) {
     engine_close(e);
 }
 
+// Random weights of the model's shape: an engine runs on them, what it computes is finite, and they are the same
+// however many threads made them.
+static void test_random_weights(Dtype type) {
+    Case c = {0};
+    Sampled first[4];
+    case_make(&c, 12, 1, 4);
+    int threads = omp_get_max_threads();
+    for (int again = 0; again < 2; again++) {
+        Error err;
+        omp_set_num_threads(again ? 3 : 1);
+        Config config = model->config;
+        config.n_eos = 0;
+        config_retype(&config, type);
+        Model *random = model_random(&config, &err);
+        if (!check(random != NULL, "random %s: %s", dtype_name(type), err.message)) break;
+        check(modelfile_bytes(random->file) == config_weight_bytes(&config), "random weights: of another size");
+        Engine *e = engine_open(random, dev, &(EngineOptions){0}, &err);
+        if (!check(e != NULL, "random %s: %s", dtype_name(type), err.message)) break;
+        Sequence *q = engine_submit(e, &c.request, &err);
+        while (engine_step(e)) {}
+        for (int i = 0; i < 4; i++)
+            check(q->sampled[i].logprob <= 0, "random %s: %g", dtype_name(type), q->sampled[i].logprob);
+        if (!again) memcpy(first, q->sampled, sizeof first);
+        check(!memcmp(first, q->sampled, sizeof first), "random %s: others with more threads", dtype_name(type));
+        engine_release(e, q);
+        engine_close(e);
+        model_close(random);
+    }
+    omp_set_num_threads(threads);
+    free(c.ids);
+}
+
 // ---------------------------------------------------------------------------------------------
 // Soak: the reported leak. Each picture is new, goes through decoder, resizer, tower and language model, and leaves.
 
@@ -654,6 +686,8 @@ int main(int argc, char **argv) {
     if (!failed && dev == &device_cpu) // what another device would only do more slowly
         test_biases(), test_flush(), test_refusals(), test_context_end(), test_prefix(), test_picture_work_is_shared(),
             test_dead_ends();
+    if (!failed && dev == &device_cpu)
+        for (Dtype type = F32; type <= Q4; type++) test_random_weights(type);
     for (int i = 0; i < N_IMAGES; i++) free(images[i].pixels);
     for (int i = 0; i < N_REQUESTS; i++) free(cases[i].ids), free(cases[i].written);
     model_close(model);
