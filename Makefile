@@ -23,10 +23,10 @@ NVCC := $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc
 CUDA ?= $(if $(filter compute_100,$(if $(NVCC),$(shell $(NVCC) --list-gpu-arch))),1,0)
 GPUS := $(foreach a,80 90 100,-gencode arch=compute_$a,code=sm_$a) -gencode arch=compute_100,code=compute_100
 NVCCFLAGS := -std=c++20 -O3 -fmad=false -Werror all-warnings -Xptxas -v -Xcompiler -Wall,-Wextra -I.
-EMULATE = g++ -std=c++20 -DCUDA_ON_CPU $(if $(RACES),-DCUDA_ON_CPU_RACES -fsanitize=thread) -Wno-unknown-pragmas \
+EMULATE = g++ -std=c++20 $(if $(RACES),-DCUDA_ON_CPU_RACES -fsanitize=thread) -Wno-unknown-pragmas \
 	-Wno-unused-function -fno-strict-aliasing $(filter-out -std=c11 -fopenmp -Wno-psabi,$(CFLAGS)) -c -x c++
 ifneq ($(CUDA),0)
-override CFLAGS += -DHAVE_CUDA
+override CFLAGS += -DHAVE_CUDA $(if $(filter cpu,$(CUDA)),-DCUDA_ON_CPU)
 CUDA_OBJECTS := $(BUILD)/cuda.o $(if $(RACES),$(BUILD)/races.o)
 CUDA_LIBS := $(if $(filter 1,$(CUDA)),$(sort $(shell $(NVCC) --dryrun -x cu /dev/null 2>&1 | grep -o '"-L[^"]*"')) \
 	-lcudart_static -ldl -lrt -lpthread) -lstdc++

@@ -816,9 +816,26 @@ static void map_row(const char *name, const Owner *o, const char *what) {
            size_text(used, (double)o->used), size_text(peak, (double)o->peak), what);
 }
 
+// The device's memory, all of it: what the owners have there, and what its driver reports beside them.
+static void driver_print(const MemoryMap *m) {
+    const DeviceMemory *d = &m->driver;
+    size_t ours = m->total - m->owners[OWNER_IO].bytes, parts = d->context + ours + d->slack + d->available;
+    bool taken = d->total - d->available >= d->context + ours; // and not only planned
+    printf("\n  the memory of the device, as its driver reports it\n");
+    printf("  %-8s %16zu  in use before: the driver's context, our code, other programs\n", "context", d->context);
+    if (taken) {
+        printf("  %-8s %16zu  weights, kv, images and arena; io is the host's\n", "owners", ours);
+        printf("  %-8s %16zu  the end of the last page\n", "slack", d->slack);
+    }
+    printf("  %-8s %16zu\n", "free", d->available);
+    if (taken && parts != d->total)
+        printf("  %-8s %16zd  other programs, since\n", "others", (ssize_t)(d->total - parts));
+    printf("  %-8s %16zu\n", "total", d->total);
+}
+
 static void map_print(const MemoryMap *m, const Config *config, size_t workspace) {
     static const char *const what[N_OWNERS] = {
-        "as in the model file, read in place", "keys and values of tokens, in blocks",
+        "the model's tensors, as in its file", "keys and values of tokens, in blocks",
         "pictures: their rows, and one in the vision tower", "one step's intermediate results",
         "ids, positions, block tables, patches, sampled tokens"};
     char block[24], token[24], slot[24], tower[24], work[24];
@@ -841,9 +858,7 @@ static void map_print(const MemoryMap *m, const Config *config, size_t workspace
            m->slots, size_text(slot, (double)m->slot_bytes), m->slots_used, m->slots_pinned, (long long)m->image_hits,
            (long long)m->image_misses, (long long)m->image_evictions, size_text(tower, (double)m->tower_bytes));
     printf("  host     %s to decode pictures in, outside of the total\n", size_text(work, (double)workspace));
-    if (m->device_held)
-        printf("  device   %s for its driver, the code and its scratch, outside of the total\n",
-               size_text(work, (double)m->device_held));
+    if (m->driver.total) driver_print(m);
 }
 
 static int map_command(const Settings *settings) {
@@ -855,7 +870,8 @@ static int map_command(const Settings *settings) {
     if (settings->shape) {
         ok = config_shape(settings->shape, &config, &err);
         if (ok) config.type = settings->type && strcmp(settings->type, "f32") == 0 ? F32 : BF16;
-        ok = ok && engine_plan(&config, config_weight_bytes(&config), &device_cpu, &settings->engine, &map, &err);
+        const Device *device = settings->device ? device_find(settings->device) : &device_cpu;
+        ok = ok && engine_plan(&config, config_weight_bytes(&config), device, &settings->engine, &map, &err);
     } else {
         ok = session_open(&s, settings, &err);
         if (ok) engine_map(s.engine, &map);

@@ -669,9 +669,10 @@ typedef struct SequenceState {
     int take;     // tokens this step computes
     bool cancelled, running, admitted_before;
     int *blocks, n_blocks;
-    int n_hashed;       // full blocks whose hash is known
-    uint8_t hash[32];   // of the last of those: the chain so far
-    TokenCount *counts; // of tokens whose logits are changed, each once
+    int n_named;          // blocks that the pool knows by their content
+    uint8_t (*names)[32]; // of its full blocks: a chain of hashes,
+    int n_names;          // as far as it has been asked for
+    TokenCount *counts;   // of tokens whose logits are changed, each once
     int n_counts;
     int32_t *count_of;          // (V): 1 + a token's place in counts; NULL: nothing changes logits
     struct SequenceState *next; // waiting
@@ -728,7 +729,7 @@ struct Engine {
 
     void *base; // the device's one allocation: weights where they are copied, kv, images, arena
     size_t reserved;
-    size_t kv_bytes, image_bytes, io_bytes;
+    size_t kv_bytes, image_bytes, arena_bytes, io_bytes; // the last two with what the device wants of them
     char *kv;
     float *image_rows;
     Arena arena, io;
@@ -1263,40 +1264,39 @@ static void position_of(const Engine *e, const SequenceState *s, int t, int32_t 
     out[0] = out[1] = out[2] = position;
 }
 
-// The chain's next link: everything that the content of the sequence's block i depends on.
-static void block_hash(const SequenceState *s, int i, uint8_t hash[32]) {
-    int first = i * KV_BLOCK;
-    SHA256_CTX sha;
-    SHA256_Init(&sha);
-    SHA256_Update(&sha, i ? hash : s->salt, 32);
-    SHA256_Update(&sha, s->seq.ids + first, KV_BLOCK * sizeof(int32_t));
-    for (int k = 0; k < s->n_spans; k++)
-        if (s->spans[k].first < first + KV_BLOCK && s->spans[k].first + s->spans[k].n > first)
-            SHA256_Update(&sha, s->spans[k].key, 32);
-    SHA256_Final(hash, &sha);
+// The name of the sequence's full block i: a hash of everything that its content depends on, the block before it
+// first. Each is computed once: a sequence that waits is looked up in every step.
+static const uint8_t *block_name(SequenceState *s, int i) {
+    for (; s->n_names <= i; s->n_names++) {
+        int n = s->n_names, first = n * KV_BLOCK;
+        SHA256_CTX sha;
+        SHA256_Init(&sha);
+        SHA256_Update(&sha, n ? s->names[n - 1] : s->salt, 32);
+        SHA256_Update(&sha, s->seq.ids + first, KV_BLOCK * sizeof(int32_t));
+        for (int k = 0; k < s->n_spans; k++)
+            if (s->spans[k].first < first + KV_BLOCK && s->spans[k].first + s->spans[k].n > first)
+                SHA256_Update(&sha, s->spans[k].key, 32);
+        SHA256_Final(s->names[n], &sha);
+    }
+    return s->names[i];
 }
 
 // Take over the blocks of the longest known prefix, but leave a token to compute: its logits are wanted.
 static void sequence_match(Engine *e, SequenceState *s) {
-    uint8_t hash[32] = {0};
     while ((s->n_blocks + 1) * KV_BLOCK < s->seq.n_tokens) {
-        block_hash(s, s->n_blocks, hash);
-        int b = pool_find(&e->pool, hash);
+        int b = pool_find(&e->pool, block_name(s, s->n_blocks));
         if (b < 0) break;
         pool_hold(&e->pool, b);
         s->blocks[s->n_blocks++] = b;
-        memcpy(s->hash, hash, 32);
     }
-    s->n_hashed = s->n_blocks;
+    s->n_named = s->n_blocks;
     s->computed = s->n_blocks * KV_BLOCK;
 }
 
 // Name the blocks that have become full.
 static void sequence_name_blocks(Engine *e, SequenceState *s) {
-    for (; (s->n_hashed + 1) * KV_BLOCK <= s->computed; s->n_hashed++) {
-        block_hash(s, s->n_hashed, s->hash);
-        pool_name(&e->pool, s->blocks[s->n_hashed], s->hash);
-    }
+    for (; (s->n_named + 1) * KV_BLOCK <= s->computed; s->n_named++)
+        pool_name(&e->pool, s->blocks[s->n_named], block_name(s, s->n_named));
 }
 
 static void sequence_unpin(Engine *e, SequenceState *s) {
@@ -1312,7 +1312,7 @@ static void sequence_unpin(Engine *e, SequenceState *s) {
 static void sequence_stop(Engine *e, SequenceState *s) {
     for (int i = s->n_blocks - 1; i >= 0; i--) pool_drop(&e->pool, s->blocks[i]);
     sequence_unpin(e, s);
-    s->n_blocks = s->n_hashed = s->computed = s->take = 0;
+    s->n_blocks = s->n_named = s->computed = s->take = 0;
     s->running = false;
     int i = 0;
     while (e->running[i] != s) i++;
@@ -1434,7 +1434,7 @@ static void admit(Engine *e) {
         int need = div_up(s->seq.n_tokens + 1, KV_BLOCK) - s->n_blocks, left = e->pool.n_free + e->pool.n_cached;
         if (e->n_running && need > left) {
             while (s->n_blocks) pool_drop(&e->pool, s->blocks[--s->n_blocks]);
-            s->computed = s->n_hashed = 0;
+            s->computed = s->n_named = 0;
             return;
         }
         waiting_remove(e, s);
@@ -1459,9 +1459,8 @@ static int schedule(Engine *e) {
             SequenceState *s = e->running[i];
             int left = s->seq.n_tokens - s->computed;
             if ((left > 1) != prefill) continue;
-            int n = min_int(left, budget);
-            if (!sequence_grow(e, s, s->computed + n)) n = min_int(n, s->n_blocks * KV_BLOCK - s->computed);
-            s->take = sequence_acquire(e, s, n);
+            int n = sequence_acquire(e, s, min_int(left, budget)); // no blocks for what waits for a picture
+            s->take = sequence_grow(e, s, s->computed + n) ? n : min_int(n, s->n_blocks * KV_BLOCK - s->computed);
             budget -= s->take;
         }
     int total = 0; // not what the budget lost: who was preempted on the way computes nothing
@@ -1631,7 +1630,7 @@ static void explain_plan(const Engine *e) {
             "plan: weights %.1f MB, kv %.1f MB in %d blocks, images %.1f MB in %d slots and the tower, arena %.1f MB, "
             "io %.1f MB\n",
             e->weight_bytes / 1e6, e->kv_bytes / 1e6, e->pool.n, e->image_bytes / 1e6, e->cache.n_slots,
-            e->arena.size / 1e6, e->io_bytes / 1e6);
+            e->arena_bytes / 1e6, e->io_bytes / 1e6);
 }
 
 // A bar on a lane, from `start` to `end`, in the trace's microseconds.
@@ -1791,6 +1790,7 @@ static void sequence_free(SequenceState *s) {
     free(s->seq.sampled);
     free(s->spans);
     free(s->blocks);
+    free(s->names);
     free(s->counts);
     free(s->count_of);
     free(s);
@@ -1808,6 +1808,7 @@ Sequence *engine_submit(Engine *e, const Request *r, Error *err) {
     s->seq.sampled = xcalloc(s->limit - r->n, sizeof *s->seq.sampled);
     s->spans = xcalloc(r->n_images, sizeof *s->spans);
     s->blocks = xcalloc(div_up(s->limit, KV_BLOCK), sizeof *s->blocks);
+    s->names = xcalloc(s->limit / KV_BLOCK, sizeof *s->names);
     if (r->n_biases || penalised(&r->sampling)) {
         s->counts = xcalloc(min_int(s->limit + r->n_biases, e->config.text.vocab), sizeof *s->counts);
         s->count_of = xcalloc(e->config.text.vocab, sizeof *s->count_of);
@@ -1961,6 +1962,11 @@ static bool options_fill(Engine *e, Error *err) {
     return true;
 }
 
+size_t model_weight_bytes(const Model *m, const Device *device) {
+    if (!m->file) return config_weight_bytes(&m->config);
+    return device->unified ? m->file->size : align_up(m->file->size - m->file->data, ALIGN);
+}
+
 // Sizes of all regions into e. Nothing is taken yet.
 static bool engine_size(Engine *e, const Config *config, size_t weight_bytes, const EngineOptions *options,
                         Error *err) {
@@ -1973,7 +1979,7 @@ static bool engine_size(Engine *e, const Config *config, size_t weight_bytes, co
     tower_layout(e, &tower);
     e->tower_bytes = tower.peak;
     measure_step(e);
-    e->io_bytes = e->io.peak, e->arena.size = e->arena.peak;
+    e->io_bytes = e->io.peak + e->device->staging, e->arena_bytes = e->arena.peak + e->device->scratch;
 
     size_t slot_bytes = (size_t)SLOT_ROWS * config->vision.out * sizeof(float);
     int slots_per_image = div_up(largest_image_tokens(&e->config.image), SLOT_ROWS);
@@ -1986,11 +1992,11 @@ static bool engine_size(Engine *e, const Config *config, size_t weight_bytes, co
     e->cache.n_slots = (int)(o->image_cache / slot_bytes), e->cache.slots_per_image = slots_per_image;
     e->image_bytes = align_up(e->cache.n_slots * slot_bytes, ALIGN) + e->tower_bytes;
 
-    size_t fixed = weight_bytes + e->image_bytes + e->arena.size + e->io_bytes;
+    size_t fixed = weight_bytes + e->image_bytes + e->arena_bytes + e->io_bytes;
     if (!o->memory && !o->kv_blocks && e->device->memory) { // nine tenths of what is free there
-        size_t available, held;
-        e->device->memory(&available, &held);
-        o->memory = available / 10 * 9;
+        DeviceMemory m;
+        e->device->memory(&m);
+        o->memory = m.available / 10 * 9;
     }
     size_t least = fixed + align_up((o->kv_blocks ? o->kv_blocks : e->table_stride) * e->block_bytes, ALIGN);
     if (o->memory && o->memory < least)
@@ -2018,7 +2024,7 @@ void engine_map(const Engine *e, MemoryMap *m) {
                 {"kv", e->kv_bytes, held * e->block_bytes, p->peak_held * e->block_bytes},
                 {"images", e->image_bytes, slots_used * slot_bytes + (e->tower.phase ? e->tower_bytes : 0),
                  c->peak_used * slot_bytes + (e->tower_ran ? e->tower_bytes : 0)},
-                {"arena", e->arena.size, e->arena.used, e->arena.peak},
+                {"arena", e->arena_bytes, e->arena.used + e->device->scratch, e->arena.peak + e->device->scratch},
                 {"io", e->io_bytes, e->io_bytes, e->io_bytes},
             },
         .blocks = p->n,
@@ -2041,8 +2047,7 @@ void engine_map(const Engine *e, MemoryMap *m) {
     for (int i = 0; i < c->n_slots && c->entries; i++)
         if (c->entries[i].n_rows && c->entries[i].pins) m->slots_pinned += div_up(c->entries[i].n_rows, SLOT_ROWS);
     for (int i = 0; i < N_OWNERS; i++) m->total += m->owners[i].bytes;
-    size_t available;
-    if (e->device->memory) e->device->memory(&available, &m->device_held);
+    if (e->device->memory) e->device->memory(&m->driver);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -2078,6 +2083,7 @@ static Engine *engine_new(const Config *config, size_t weight_bytes, const Devic
 
 bool engine_plan(const Config *config, size_t weight_bytes, const Device *device, const EngineOptions *options,
                  MemoryMap *map, Error *err) {
+    if (device->start && !device->start(err)) return false;
     Engine *e = engine_new(config, weight_bytes, device, options, err);
     if (!e) return false;
     e->pool.n = e->pool.n_free = e->options.kv_blocks;
@@ -2098,20 +2104,20 @@ static bool dump_check(const char *path, Error *err) {
 static bool engine_reserve(Engine *e, const Model *model, Error *err) {
     const Device *d = e->device;
     const ModelFile *file = model->file;
-    size_t data = file ? file->size - file->data : 0, weights = d->unified ? 0 : align_up(data, ALIGN);
-    e->reserved = weights + e->kv_bytes + e->image_bytes + e->arena.size;
+    size_t weights = d->unified ? 0 : e->weight_bytes;
+    e->reserved = weights + e->kv_bytes + e->image_bytes + e->arena_bytes;
     e->base = d->reserve(e->reserved);
     if (!e->base)
         return fail(err, 500, "the %s device has no %zu bytes: lower --memory or --ctx", d->name, e->reserved);
     char *host = d->reserve_host(e->io_bytes);
     if (!host) return fail(err, 500, "the host has no %zu bytes for transfers: lower --ctx or --max-seqs", e->io_bytes);
-    if (weights) d->upload(e->base, modelfile_data(file), data);
+    if (weights) d->upload(e->base, modelfile_data(file), file->size - file->data);
     weights_free(&e->weights);
     weights_bind(&e->weights, &e->config, file, weights ? e->base : NULL, NULL, err); // model_open() has bound the same
     e->kv = (char *)e->base + weights;
     e->image_rows = (float *)(e->kv + e->kv_bytes);
-    e->arena = (Arena){.base = (char *)e->image_rows + e->image_bytes, .size = e->arena.size};
-    e->io = (Arena){.base = host, .size = e->io_bytes};
+    e->arena = (Arena){.base = (char *)e->image_rows + e->image_bytes, .size = e->arena_bytes - d->scratch};
+    e->io = (Arena){.base = host, .size = e->io_bytes - d->staging};
     io_layout(e);
     tower_layout(e, &(Arena){.base = e->arena.base - e->tower_bytes, .size = e->tower_bytes});
     return true;
@@ -2120,9 +2126,8 @@ static bool engine_reserve(Engine *e, const Model *model, Error *err) {
 Engine *engine_open(const Model *model, const Device *device, const EngineOptions *options, Error *err) {
     assert(model->file || device == &device_null); // a shape without weights can only be planned
     if (options->dump && !dump_check(options->dump, err)) return NULL;
-    size_t weight_bytes = model->file ? modelfile_bytes(model->file) : config_weight_bytes(&model->config);
     if (device->start && !device->start(err)) return NULL;
-    Engine *e = engine_new(&model->config, weight_bytes, device, options, err);
+    Engine *e = engine_new(&model->config, model_weight_bytes(model, device), device, options, err);
     if (!e) return NULL;
     if (!trace_open(e, err) || !engine_reserve(e, model, err)) {
         engine_close(e);

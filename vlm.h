@@ -326,6 +326,14 @@ typedef struct Sampled {
 
 enum { KV_BLOCK = 16 }; // tokens a KV block holds
 
+// A device's own memory, as its driver reports it: total == available + context + slack + what reserve() was asked for,
+// unless other programs have taken some since.
+typedef struct DeviceMemory {
+    size_t total, available;
+    size_t context; // in use when this program had reserved nothing: the driver's context, our code, other programs
+    size_t slack;   // what reserve() took over what it was asked for: the driver gives whole pages
+} DeviceMemory;
+
 typedef struct Device {
     const char *name;
 
@@ -337,11 +345,14 @@ typedef struct Device {
 
     // Begin to use it; false, and why, where the machine has none. NULL: it is always there.
     bool (*start)(Error *err);
-    // Bytes that reserve() could give now, and bytes that it holds beside what it was asked for. NULL: not known.
-    void (*memory)(size_t *available, size_t *held);
+    // NULL: it has no memory of its own.
+    void (*memory)(DeviceMemory *memory);
 
-    // The one allocation, aligned to 256 bytes, and the host's end of transfers (page-locked where that helps). NULL:
-    // no such memory. And their ends.
+    // The one allocation, aligned to 256 bytes, and the host's end of transfers (page-locked where that helps), one of
+    // each at a time. NULL: no such memory. And their ends. Operations may use the last `scratch` bytes of the first
+    // for results in between, and uploads may pass through the last `staging` bytes of the second: whoever reserves
+    // asks for so much more.
+    size_t scratch, staging;
     void *(*reserve)(size_t bytes);
     void *(*reserve_host)(size_t bytes);
     void (*release)(void *base, size_t bytes);
@@ -538,8 +549,8 @@ enum { OWNER_WEIGHTS, OWNER_KV, OWNER_IMAGES, OWNER_ARENA, OWNER_IO, N_OWNERS };
 
 typedef struct MemoryMap {
     const char *device;
-    size_t total;       // == sum of owners' bytes
-    size_t device_held; // bytes in use there beside the total: driver, code, the device's scratch; 0: not known
+    size_t total;        // == sum of owners' bytes
+    DeviceMemory driver; // what the device's driver reports, where it has one: all owners but io are in its memory
     Owner owners[N_OWNERS];
     int blocks, blocks_free, blocks_cached, blocks_held; // free + cached + held == blocks
     int slots, slots_used, slots_pinned;                 // of picture rows
@@ -550,7 +561,10 @@ typedef struct MemoryMap {
     int running, waiting;
 } MemoryMap;
 void engine_map(const Engine *engine, MemoryMap *map);
-// The same plan without a model file: what engine_open() would take.
+// Bytes that a model takes on a device: of the whole file where it is read in place, else of its tensors.
+size_t model_weight_bytes(const Model *model, const Device *device);
+// The same plan without a model file: what engine_open() would take. weight_bytes: model_weight_bytes(), or of a shape
+// config_weight_bytes().
 bool engine_plan(const Config *config, size_t weight_bytes, const Device *device, const EngineOptions *options,
                  MemoryMap *map, Error *err);
 

@@ -481,8 +481,9 @@ int main(int argc, char **argv) {
     if (!dev) return fprintf(stderr, "no device %s in this build\n", argv[1]), 2;
     Error err;
     if (dev->start && !dev->start(&err)) return fprintf(stderr, "vlm: %s\n", err.message), 1;
-    pool = dev->reserve(POOL);
-    if (!pool) return fprintf(stderr, "no memory\n"), 1;
+    pool = dev->reserve(POOL + dev->scratch);
+    void *staging = dev->staging ? dev->reserve_host(dev->staging) : NULL;
+    if (!pool || (dev->staging && !staging)) return fprintf(stderr, "no memory\n"), 1;
     for (Dtype type = F32; type <= BF16; type++) {
         test_embed(type);
         test_rmsnorm(type, 7, 192), test_rmsnorm(type, 3, 45), test_rmsnorm(type, 1, 5), test_rmsnorm(type, 300, 257);
@@ -507,6 +508,7 @@ int main(int argc, char **argv) {
     test_gather_rows();
     test_sample(640), test_sample(33), test_sample(30011);
     test_sample_frequencies();
-    dev->release(pool, POOL);
+    dev->release(pool, POOL + dev->scratch);
+    if (staging) dev->release_host(staging, dev->staging);
     return check_end();
 }
