@@ -330,15 +330,13 @@ def locked():
 
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Bearer x{KEY}", f"Basic {KEY}", KEY, f"Token {KEY}",
-                                    f"Bearer {KEY.upper()}", "Bearer " + "x" * 10000, f"Bearer {KEY}\0", f"BearerX {KEY}", f"Bearer{KEY}", "Bearer *"])  # fmt: skip
+                                    f"Bearer {KEY.upper()}", "Bearer " + "x" * 10000, f"BearerX {KEY}", f"Bearer{KEY}", "Bearer *"])  # fmt: skip
 def test_wrong_key(locked, header):
     lines = [] if header is None else [f"Authorization: {header}"]
     for method, path in (("GET", "/v1/models"), ("POST", CHAT), ("GET", "/memory"), ("GET", "/metrics"), ("POST", "/tokenize"), ("POST", "/flush_cache")):
         with locked.raw(request_bytes(HI if method == "POST" else b"", path, method, lines)) as raw:
             reply = raw.reply(method)
-            assert reply.status == 401 or "\0" in str(header) and reply.status == 400, reply
-            if reply.status == 401:
-                reply.error(401)
+            reply.error(401)
 
 
 def test_right_key(locked):
