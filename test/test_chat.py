@@ -105,7 +105,7 @@ def test_bad_numbers_are_refused(flag):
 
 @pytest.mark.parametrize("args, words", [
     (["--nope"], ["--nope"]), (["-x"], ["-x"]), (["-m"], ["--model", "FILE"]), (["--json=1"], ["--json", "no value"]),
-    (["frob"], ["'frob'", "chat, map, bench, tokenize"]), (["-p", "x", "a.png"], ["'a.png'", "-i"]),
+    (["frob"], ["'frob'", "chat, serve, map, bench, tokenize"]), (["-p", "x", "a.png"], ["'a.png'", "-i"]),
     (["--device", "tpu"], ["tpu", "cpu"]), (["--device", ""], ["cpu"]),
     (["--logprobs", "21", "--json"], ["--logprobs", "20"]), (["--logprobs", "-1", "--json"], ["--logprobs"]),
     (["-p", "x", "--logprobs", "1"], ["--logprobs", "--json"]), (["--chat", "a", "-p", "x"], ["--chat", "-p"]),
