@@ -221,11 +221,12 @@ def test_values_of(server, field):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("field", [f for f in FIELDS if f != "messages"])
 @pytest.mark.parametrize("value", ["NaN", "nan", "Infinity", "-Infinity", "inf", "1e999", "-1e999", "0x10", "01", "+1", ".5", "1.", "'1'"])
-def test_no_numbers_of(server, field, value):
+def test_what_is_no_number(server, value):
     """What is no JSON is no request, wherever it stands."""
-    server.post(CHAT, '{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "%s": %s}' % (field, value)).error(400)
+    for field in FIELDS:
+        if field != "messages":
+            server.post(CHAT, '{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "%s": %s}' % (field, value)).error(400)
 
 
 def test_off_is_off(server):
