@@ -1085,7 +1085,7 @@ def broken_pictures():
     }.items()  # fmt: skip
 
 
-@pytest.mark.parametrize("name, data", broken_pictures(), ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize("name, data", list(broken_pictures()), ids=lambda x: x if isinstance(x, str) else "")
 def test_broken_pictures(server, name, data):
     """Fixed texts: nothing of the decoder's, no address, no path."""
     error = server.post(CHAT, {"messages": user(picture(data), "what?"), "max_tokens": 1}).error(400)

@@ -869,6 +869,8 @@ def refused(s):
     try:
         socket.create_connection((s.host, s.port), timeout=5).close()
         return False
+    except ConnectionResetError:  # it was in line when the socket was closed
+        return False
     except ConnectionRefusedError:
         return True
 
