@@ -66,6 +66,9 @@ $(BUILD)/races.o: test/cuda/races.c | $(BUILD)
 $(BUILD)/cuda_bench: test/cuda/bench.c $(ENGINE)
 	$(CC) $(CFLAGS) $< $(ENGINE) -o $@ $(LDLIBS)
 
+$(BUILD)/cuda_peak: test/cuda/peak.cu | $(BUILD)
+	$(NVCC) -std=c++20 -O3 $(GPUS) $< -o $@
+
 $(BUILD)/cuda_faults: test/cuda_faults.cu test/cuda_on_cpu.h $(CUDA_OBJECTS)
 	$(EMULATE) $< -o $@.o
 	$(CC) $(CFLAGS) $@.o $(filter %races.o,$^) -o $@ -lstdc++
@@ -86,7 +89,7 @@ chat: all ## talk about a picture with the small model (ARGS="-i photo.jpg")
 tests: $(BUILD)/vlm $(TESTS) $(if $(filter cpu,$(CUDA)),$(BUILD)/cuda_faults)
 
 cuda: ## vlm.cu with nvcc, for all GPUs, and nothing else
-	@$(MAKE) --no-print-directory CUDA=1 $(BUILD)/cuda.o
+	@$(MAKE) --no-print-directory CUDA=1 $(BUILD)/cuda.o $(BUILD)/cuda_peak
 
 test: all venv ## build and run every test
 	@$(MAKE) --no-print-directory tests

@@ -18,6 +18,18 @@ def run(program, *args, seed=0, **kw):
     return subprocess.run([str(program), *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, **kw)
 
 
+def test_gpu_check(tmp_path):
+    """test/gpu_check.sh as far as the emulation goes, and its table of what `vlm bench` reports."""
+    done = subprocess.run(["sh", "test/gpu_check.sh", "emulated"], cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "4 passed, 0 failed", done.stdout + done.stderr
+    stages = [{"stage": "decode", "size": 1, "seconds": 0.002, "tokens_per_second": 500, "bytes_per_second": 3e12, "flops_per_second": 6e12},
+              {"stage": "vision", "size": 9999, "error": "too large"}]
+    (tmp_path / "bench.json").write_text(json.dumps({"weights": 7.5e9, "stages": stages}))
+    table = subprocess.run([sys.executable, ROOT / "test/gpu_table.py", "4e12", "6e14", "3b", tmp_path / "bench.json"], capture_output=True, text=True)
+    assert "| decode 1 | 2.00 | 500 | 3000 (75%) | 6.0 (1%) | 85% of the copy |" in table.stdout, table
+    assert "| vision 9999 | too large |" in table.stdout
+
+
 @pytest.mark.parametrize("build,seed", [(PLAIN, 0), (PLAIN, 1), (PLAIN, 2), (PLAIN, 3), (ASAN, 0), (ASAN, 1), (RACES, 0)])
 def test_ops(build, seed):
     done = run(build / "test_ops", "cuda", seed=seed)
