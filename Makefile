@@ -101,7 +101,7 @@ asan: setup venv ## the tests under AddressSanitizer and UndefinedBehaviorSaniti
 
 test-cuda: venv ## vlm.cu emulated on the CPU (operations, planted faults, the model's text), and what nvcc makes of it
 	@sh test/setup.sh g++
-	$(PY) -m pip install -q --disable-pip-version-check -r test/cuda-requirements.txt
+	$(PY) -m pip install -q --disable-pip-version-check --no-deps -r test/cuda-requirements.txt
 	@$(if $(NVCC),$(MAKE) --no-print-directory cuda)
 	@$(MAKE) --no-print-directory BUILD=build/cuda CUDA=cpu CFLAGS="-O2 -march=native" tests
 	@$(MAKE) --no-print-directory BUILD=build/cuda-asan CUDA=cpu SANITIZE=address,undefined CFLAGS="-O1 -march=native" tests
