@@ -23,7 +23,7 @@ NVCC := $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc
 CUDA ?= $(if $(filter compute_100,$(if $(NVCC),$(shell $(NVCC) --list-gpu-arch))),1,0)
 GPUS := $(foreach a,80 90 100,-gencode arch=compute_$a,code=sm_$a) -gencode arch=compute_100,code=compute_100
 NVCCFLAGS := -std=c++20 -O3 -fmad=false -Werror all-warnings -Xptxas -v -Xcompiler -Wall,-Wextra -I.
-EMULATE = g++ -std=c++20 $(if $(RACES),-DCUDA_ON_CPU_RACES -fsanitize=thread) -Wno-unknown-pragmas \
+EMULATE = g++ -std=c++20 $(if $(RACES),-DCUDA_ON_CPU_RACES -fsanitize=thread -fno-threadsafe-statics) -Wno-unknown-pragmas \
 	-Wno-unused-function -fno-strict-aliasing $(filter-out -std=c11 -fopenmp -Wno-psabi,$(CFLAGS)) -c -x c++
 ifneq ($(CUDA),0)
 override CFLAGS += -DHAVE_CUDA $(if $(filter cpu,$(CUDA)),-DCUDA_ON_CPU)

@@ -18,7 +18,7 @@ PLAIN, ASAN, RACES = ROOT / "build/cuda", ROOT / "build/cuda-asan", ROOT / "buil
 
 def run(program, *args, seed=0, **kw):
     env = os.environ | {"CUDA_ON_CPU_SEED": str(seed)}
-    return subprocess.run([str(program), *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, **kw)
+    return subprocess.run([str(program), *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800, **kw)
 
 
 def test_gpu_check(tmp_path):
