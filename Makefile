@@ -23,7 +23,7 @@ NVCC := $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc
 CUDA ?= $(if $(filter compute_100,$(if $(NVCC),$(shell $(NVCC) --list-gpu-arch))),1,0)
 GPUS := $(foreach a,80 90 100,-gencode arch=compute_$a,code=sm_$a) -gencode arch=compute_100,code=compute_100
 NVCCFLAGS := -std=c++20 -O3 -fmad=false -Werror all-warnings -Xptxas -v -Xcompiler -Wall,-Wextra -I.
-EMULATE = g++ -std=c++20 $(if $(RACES),-DCUDA_ON_CPU_RACES -fsanitize=thread) -Wno-unknown-pragmas \
+EMULATE = g++ -std=c++20 $(if $(RACES),-DCUDA_ON_CPU_RACES -fsanitize=thread -fno-threadsafe-statics) -Wno-unknown-pragmas \
 	-Wno-unused-function -fno-strict-aliasing $(filter-out -std=c11 -fopenmp -Wno-psabi,$(CFLAGS)) -c -x c++
 ifneq ($(CUDA),0)
 override CFLAGS += -DHAVE_CUDA $(if $(filter cpu,$(CUDA)),-DCUDA_ON_CPU)
@@ -70,6 +70,9 @@ $(BUILD)/races.o: test/cuda/races.c | $(BUILD)
 $(BUILD)/cuda_bench: test/cuda/bench.c $(ENGINE)
 	$(CC) $(CFLAGS) $< $(ENGINE) -o $@ $(LDLIBS)
 
+$(BUILD)/cuda_peak: test/cuda/peak.cu | $(BUILD)
+	$(NVCC) -std=c++20 -O3 $(GPUS) $< -o $@
+
 $(BUILD)/cuda_faults: test/cuda_faults.cu test/cuda_on_cpu.h $(CUDA_OBJECTS)
 	$(EMULATE) $< -o $@.o
 	$(CC) $(CFLAGS) $@.o $(filter %races.o,$^) -o $@ -lstdc++
@@ -90,7 +93,7 @@ chat: all ## talk about a picture with the small model (ARGS="-i photo.jpg")
 tests: $(BUILD)/vlm $(TESTS) $(if $(filter cpu,$(CUDA)),$(BUILD)/cuda_faults)
 
 cuda: ## vlm.cu with nvcc, for all GPUs, and nothing else
-	@$(MAKE) --no-print-directory CUDA=1 $(BUILD)/cuda.o
+	@$(MAKE) --no-print-directory CUDA=1 $(BUILD)/cuda.o $(BUILD)/cuda_peak
 
 test: all venv ## build and run every test
 	@$(MAKE) --no-print-directory tests
@@ -102,7 +105,7 @@ asan: setup venv ## the tests under AddressSanitizer and UndefinedBehaviorSaniti
 
 test-cuda: venv ## vlm.cu emulated on the CPU (operations, planted faults, the model's text), and what nvcc makes of it
 	@sh test/setup.sh g++
-	$(PY) -m pip install -q --disable-pip-version-check -r test/cuda-requirements.txt
+	$(PY) -m pip install -q --disable-pip-version-check --no-deps -r test/cuda-requirements.txt
 	@$(if $(NVCC),$(MAKE) --no-print-directory cuda)
 	@$(MAKE) --no-print-directory BUILD=build/cuda CUDA=cpu CFLAGS="-O2 -march=native" tests
 	@$(MAKE) --no-print-directory BUILD=build/cuda-asan CUDA=cpu SANITIZE=address,undefined CFLAGS="-O1 -march=native" tests
