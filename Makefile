@@ -33,7 +33,12 @@ CUDA_LIBS := $(if $(filter 1,$(CUDA)),$(sort $(shell $(NVCC) --dryrun -x cu /dev
 LDLIBS += $(CUDA_LIBS)
 endif
 
-ENGINE := $(patsubst %,$(BUILD)/%.o,vlm vlm_cpu vlm_null image tokenizer) $(CUDA_OBJECTS)
+# The CPU device is built for several instruction sets; vlm_cpu_pick.c takes the best that the processor has.
+CPUS := $(if $(filter x86_64,$(shell uname -m)),avx512 avx2 plain,plain)
+CPU_avx512 := -march=x86-64-v4 -mavx512vnni -mavx512bf16 -mprefer-vector-width=512
+CPU_avx2   := -march=x86-64-v3
+CPU_plain  := $(if $(filter avx2,$(CPUS)),-march=x86-64)
+ENGINE := $(patsubst %,$(BUILD)/%.o,vlm $(CPUS:%=vlm_cpu_%) vlm_cpu_pick vlm_null image tokenizer) $(CUDA_OBJECTS)
 TESTS  := $(patsubst test/%.c,$(BUILD)/test_%,$(wildcard test/*.c))
 FUZZ   := $(patsubst test/fuzz/%.c,build/fuzz/fuzz_%,$(wildcard test/fuzz/*.c))
 PYTEST  = VLM_BUILD=$(BUILD) $(PY) -m pytest -q
@@ -56,6 +61,9 @@ $(BUILD)/%.o: %.c | $(BUILD)
 	$(CC) $(CFLAGS) -MMD -c $< -o $@
 
 $(BUILD)/server.o: page.html
+
+$(CPUS:%=$(BUILD)/vlm_cpu_%.o): $(BUILD)/vlm_cpu_%.o: vlm_cpu.c | $(BUILD)
+	$(CC) $(CFLAGS) $(CPU_$*) -DDEVICE_CPU=device_cpu_$* -MMD -c $< -o $@
 
 $(BUILD)/cuda.o: vlm.cu vlm.h test/cuda_on_cpu.h | $(BUILD)
 ifeq ($(CUDA),1)

@@ -1789,7 +1789,7 @@ int main(int argc, char **argv) {
     int status = 0;
     if (settings.threads)
         omp_set_num_threads(settings.threads);
-    else if (!getenv("OMP_NUM_THREADS"))
+    else if (!getenv("OMP_NUM_THREADS") && !getenv("OMP_PROC_BIND")) // a bound thread sees its own core only
         omp_set_num_threads(allowed_threads());
     if (settings.help)
         help_print();
