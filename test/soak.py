@@ -1,0 +1,294 @@
+#!/usr/bin/env python3
+"""The two failures that users of the large engines report, replayed over HTTP against `vlm serve`.
+
+    python test/soak.py [--seconds S | --requests N] [--at-once 1,4,8] [--sides 512,2048] [--model FILE] [--log FILE]
+
+The loop: chat completions with a system text, one picture and max_tokens 512 at temperature 0, one after another and then eight
+at once, every other picture a new one. After each 500 the caches are flushed: every owner's bytes must then be what they were
+at the first flush, a reference answer the same bit for bit, and resident memory flat.
+Large pictures: 512, 2048 and 4096 pixels a side, 1 to 128 at once. Every one must be answered, and no owner pass its plan.
+What was seen goes to the log, a JSON object a line, for docs/draw_soak.py. Needs Linux (/proc) and Pillow.
+"""
+import argparse
+import base64
+import functools
+import http.client
+import io
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from PIL import Image, ImageDraw
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+VLM = ROOT / os.environ.get("VLM_BUILD", "build") / "vlm"
+MIB = 1 << 20
+BATCH = 500  # requests between two flushes
+WARM_UP = 2  # batches of each phase, until the allocator holds what it will hold
+SLACK = 1 * MIB  # of resident memory, from the warm-up's end to the phase's: 70 bytes a request in the whole loop
+BODIES, PICTURES = 256 * MIB, 256 * MIB  # host budgets the server is started with
+PROGRAM = 64 * MIB  # resident memory of code, libraries, stacks and heap beside the planned bytes and the budgets
+TOGETHER = 8  # sequences that the engine runs together (--max-seqs)
+SYSTEM = "You are a helpful assistant that looks at pictures. Answer in a few words. If there is nothing to see, say so."
+
+passed = failed = 0
+
+
+def check(holds, claim):
+    global passed, failed
+    passed, failed = passed + bool(holds), failed + (not holds)
+    if not holds:
+        print(f"FAILED: {claim}", flush=True)
+
+
+class Server:
+    """`vlm serve` on a free port, and what it and the kernel say of its memory."""
+
+    def __init__(self, log, *flags):
+        budgets = ["--body-memory", f"{BODIES // MIB}M", "--picture-memory", f"{PICTURES // MIB}M"]
+        command = [VLM, "serve", "--port", 0, "--quiet", "--max-seqs", TOGETHER, *budgets, *flags]
+        self.process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=sys.stderr)
+        line = self.process.stdout.readline().decode()
+        self.port = int(line.rstrip("/\n").rpartition(":")[2])
+        self.log, self.begun, self.connections = log, time.monotonic(), threading.local()
+
+    def call(self, method, path, body=None):
+        """(status, object); a connection per thread is kept."""
+        if not hasattr(self.connections, "c"):
+            self.connections.c = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+        self.connections.c.request(method, path, body, {"Content-Type": "application/json"} if body else {})
+        reply = self.connections.c.getresponse()
+        return reply.status, json.loads(reply.read())
+
+    def memory(self):
+        status, m = self.call("GET", "/memory")
+        assert status == 200
+        check(m["total"] == sum(o["bytes"] for o in m["owners"]), "the sum of the owners' bytes is the total")
+        check(all(o["used"] <= o["peak"] <= o["bytes"] for o in m["owners"]), f"no owner passes its plan: {m['owners']}")
+        return m
+
+    def status(self, key):
+        """A figure of /proc/PID/status in bytes: VmRSS, VmHWM, RssAnon."""
+        text = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(text.split(key + ":")[1].split()[0]) * 1024
+
+    def forget_peak(self):
+        pathlib.Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+
+    def note(self, kind, memory, **more):
+        owners = {o["name"]: {"plan": o["bytes"], "used": o["used"], "peak": o["peak"]} for o in memory["owners"]}
+        row = {"kind": kind, "seconds": round(time.monotonic() - self.begun, 2), "rss": self.status("VmRSS"), "owners": owners, "host": memory["host"], **more}
+        self.log.write(json.dumps(row) + "\n")
+        self.log.flush()
+        return row
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        self.process.terminate()
+        try:
+            ended = self.process.wait(60)
+        finally:
+            self.process.kill()
+        check(ended == 0, f"the server ends with status 0, not {ended}")
+
+
+class Watch:
+    """While it lasts, the most that is seen of: each owner's used bytes, host bodies and pictures, sequences that run."""
+
+    def __init__(self, server):
+        self.server, self.seen, self.over = server, {}, threading.Event()
+        self.thread = threading.Thread(target=self.look)
+
+    def look(self):
+        while not self.over.wait(0.02):
+            m = self.server.memory()
+            now = {o["name"]: o["used"] for o in m["owners"]} | {k: m["host"][k] for k in ("bodies", "pictures")} | {"running": m["sequences"]["running"]}
+            self.seen.update({k: max(v, self.seen.get(k, 0)) for k, v in now.items()})
+
+    def __enter__(self):
+        self.thread.start()
+        return self.seen
+
+    def __exit__(self, *_):
+        self.over.set()
+        self.thread.join()
+
+
+def body(url, system=SYSTEM, **fields):
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what do you see?"}]
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": parts}]
+    return json.dumps({"messages": messages, "max_tokens": 512, "temperature": 0, **fields}).encode()
+
+
+def data_url(image, kind, **how):
+    out = io.BytesIO()
+    image.save(out, kind, **how)
+    return f"data:image/{kind};base64," + base64.b64encode(out.getvalue()).decode()
+
+
+def small_picture(seed):
+    """Two shapes on a plain ground, of the sizes that the small model knows; PNG or JPEG."""
+    r = random.Random(seed)
+    w, h = r.randrange(112, 197), r.randrange(112, 197)
+    image = Image.new("RGB", (w, h), tuple(r.randrange(160, 256) for _ in range(3)))
+    for left in (0, w // 2):
+        x, y, size = left + r.randrange(w // 8), r.randrange(h // 2), r.randrange(24, 48)
+        shape = r.choice([ImageDraw.Draw(image).rectangle, ImageDraw.Draw(image).ellipse])
+        shape([x, y, x + size, y + size], fill=tuple(r.randrange(160) for _ in range(3)))
+    return data_url(image, r.choice(["png", "jpeg"]))
+
+
+@functools.lru_cache(None)
+def large_picture(side, seed):
+    """Smooth colours, as PNG; with grain as a camera's, as JPEG. 16 megapixels take 4 to 8 MB, as photographs do."""
+    r = random.Random(seed)
+    image = Image.frombytes("RGB", (16, 16), r.randbytes(768)).resize((side, side), Image.Resampling.BILINEAR)
+    if seed % 2:
+        return data_url(image, "png", compress_level=1)
+    tile, grain = Image.frombytes("RGB", (256, 256), r.randbytes(3 << 16)), Image.new("RGB", (side, side))
+    for x in range(0, side, 256):
+        for y in range(0, side, 256):
+            grain.paste(tile, (x, y))
+    return data_url(Image.blend(image, grain, 0.1), "jpeg", quality=90)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The loop
+
+
+class Loop:
+    """Image requests without end: every other one repeats one of eight pictures, the rest is new."""
+
+    def __init__(self, server):
+        self.server, self.lock, self.asked = server, threading.Lock(), 0
+        self.known = [small_picture(-1 - i) for i in range(8)]
+        self.answers, self.reference, self.flushed = {}, None, None
+
+    def one(self, _):
+        with self.lock:
+            n = self.asked
+            self.asked += 1
+        url = self.known[n // 2 % 8] if n % 2 else small_picture(n)
+        status, reply = self.server.call("POST", "/v1/chat/completions", body(url))
+        text = reply["choices"][0]["message"]["content"] if status == 200 else None
+        with self.lock:
+            check(text is not None, f"request {n} is answered, not {status} {reply}")
+            if n % 2:
+                check(self.answers.setdefault(url, text) == text, f"request {n}: the same picture, another answer")
+
+    def flush(self):
+        """Nothing may be left of what was served, and the reference answer must be what it always was."""
+        check(self.server.call("POST", "/flush_cache")[0] == 200, "flush_cache")
+        m = self.server.memory()
+        left = [(o["name"], o["bytes"], o["used"]) for o in m["owners"]], m["blocks"], m["images"]["used"], m["images"]["pinned"], m["sequences"], m["host"]
+        self.flushed = self.flushed or left
+        check(left == self.flushed, f"after {self.asked} requests other bytes than at the first flush: {left} != {self.flushed}")
+        check(m["blocks"]["free"] == m["blocks"]["total"] and m["images"]["used"] == 0, f"the flush left something: {left}")
+        return m
+
+    def ask_reference(self):
+        status, reply = self.server.call("POST", "/v1/chat/completions", body(self.known[0], logprobs=True, top_logprobs=3))
+        answer = status == 200 and reply["choices"]
+        self.reference = self.reference or answer
+        check(answer and answer == self.reference, f"after {self.asked} requests the reference answer is another")
+
+    def phase(self, at_once, requests, seconds):
+        """Batches until the requests are asked or the time is over. Checks resident memory after the warm-up."""
+        rows, begun, end = [], time.monotonic(), time.monotonic() + seconds
+        first, shortest = self.asked, BATCH * (WARM_UP + 2)
+        with ThreadPoolExecutor(at_once) as pool:
+            while self.asked - first < (requests if requests else shortest) or (not requests and time.monotonic() < end):
+                with Watch(self.server) as seen:
+                    list(pool.map(self.one, range(min(BATCH, requests - (self.asked - first)) if requests else BATCH)))
+                self.ask_reference()
+                rows.append(self.server.note("flushed", self.flush(), at_once=at_once, requests=self.asked, seen=seen))
+        flat = rows[WARM_UP - 1 :] or rows[-1:]
+        growth = flat[-1]["rss"] - flat[0]["rss"]
+        rate = (self.asked - first) / (time.monotonic() - begun)
+        print(f"loop, {at_once} at once: {self.asked - first} requests, {rate:.0f} a second; resident {flat[0]['rss'] / MIB:.2f} MiB after {flat[0]['requests'] - first}, "
+              f"{flat[-1]['rss'] / MIB:.2f} at the end, {max(r['rss'] for r in flat) / MIB:.2f} at most; {slope(flat) / 1024:+.1f} KiB per 1,000 requests", flush=True)  # fmt: skip
+        check(growth <= SLACK, f"resident memory grew by {growth} bytes after the warm-up")
+
+
+def slope(rows):
+    """Bytes of resident memory per 1,000 requests: least squares."""
+    if len(rows) < 2:
+        return 0
+    x, y = [r["requests"] / 1000 for r in rows], [r["rss"] for r in rows]
+    mx, my = sum(x) / len(x), sum(y) / len(y)
+    return sum((a - mx) * (b - my) for a, b in zip(x, y)) / sum((a - mx) ** 2 for a in x)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Large pictures
+
+
+def burst(server, side, at_once):
+    """That many at the same moment, eight different pictures among them, after a system text that fills a step's batch."""
+    bodies = [body(large_picture(side, i), system=SYSTEM * 16) for i in range(min(8, at_once))]
+    server.call("POST", "/flush_cache")
+    server.forget_peak()
+    begun = time.monotonic()
+    with Watch(server) as seen, ThreadPoolExecutor(at_once) as pool:
+        replies = list(pool.map(lambda i: server.call("POST", "/v1/chat/completions", bodies[i % len(bodies)]), range(at_once)))
+    m, peak = server.memory(), server.status("VmHWM")
+    row = server.note("burst", m, side=side, at_once=at_once, took=round(time.monotonic() - begun, 2), peak_rss=peak, seen=seen)
+    print(f"{at_once} of {side} x {side}: {row['took']} s, resident {peak / MIB:.0f} MiB at most, bodies {seen['bodies'] / MIB:.0f}, pictures {seen['pictures'] / MIB:.1f}", flush=True)
+    for status, reply in replies:
+        check(status == 200, f"{at_once} of {side} x {side}: {status} {reply}")
+    texts = {i: {json.dumps(r["choices"]) for s, r in replies[i :: len(bodies)] if s == 200} for i in range(len(bodies))}
+    check(all(len(t) == 1 for t in texts.values()), f"{at_once} of {side} x {side}: one picture, one answer: {texts}")
+    check(seen["bodies"] <= BODIES and seen["pictures"] <= PICTURES, f"host budgets: {seen}")
+    bound = m["total"] + m["host"]["decode_workspace"] + BODIES + PICTURES + PROGRAM
+    check(peak <= bound, f"resident memory {peak} passes the sum of all that was planned, {bound}")
+    # One request takes of a step's arena what 128 take, and that is the plan (but for their rows of logits).
+    arena = next(o for o in m["owners"] if o["name"] == "arena")
+    check(0.99 * arena["bytes"] <= arena["peak"], f"{at_once} of {side} x {side}: of {arena['bytes']} planned bytes of arena {arena['peak']} are used")
+
+
+def run(args, log):
+    if args.requests or args.seconds:
+        with Server(log) as server:
+            loop = Loop(server)
+            for at_once in (1, TOGETHER):
+                loop.phase(at_once, (args.requests or 0) // 2, args.seconds / 2)
+    if args.at_once and args.sides:
+        with Server(log, *(["-m", args.model] if args.model else [])) as server:
+            for side in args.sides:
+                for at_once in args.at_once:
+                    burst(server, side, at_once)
+                large_picture.cache_clear()
+
+
+def main():
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = lambda s: [int(n) for n in s.split(",") if n]  # noqa: E731
+    ap.add_argument("--seconds", type=float, default=600, help="for the loop, when no number of requests is given")
+    ap.add_argument("--requests", type=int, help="of the loop, both phases together")
+    ap.add_argument("--at-once", type=numbers, default=[1, 4, 8, 16, 64, 128], help="large pictures; empty: none")
+    ap.add_argument("--sides", type=numbers, default=[512, 2048, 4096], help="of large pictures, in pixels")
+    ap.add_argument("--model", help="another model file for the large pictures")
+    ap.add_argument("--log", default=ROOT / "build/soak.jsonl")
+    args = ap.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is ended too
+    pathlib.Path(args.log).parent.mkdir(exist_ok=True)
+    with open(args.log, "w") as log:
+        try:
+            run(args, log)
+        except (OSError, ValueError, http.client.HTTPException) as e:
+            check(False, f"the server has gone: {e!r}")
+    print(f"{passed} passed, {failed} failed")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
