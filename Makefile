@@ -37,8 +37,9 @@ ENGINE := $(patsubst %,$(BUILD)/%.o,vlm vlm_cpu vlm_null image tokenizer) $(CUDA
 TESTS  := $(patsubst test/%.c,$(BUILD)/test_%,$(wildcard test/*.c))
 FUZZ   := $(patsubst test/fuzz/%.c,build/fuzz/fuzz_%,$(wildcard test/fuzz/*.c))
 PYTEST  = VLM_BUILD=$(BUILD) $(PY) -m pytest -q
+APART  := --ignore=test/parity --ignore=test/cuda --ignore=test/test_page.py # tests with a target of their own
 
-.PHONY: all cuda test-cuda chat test tests asan tsan parity fuzz simulate docs setup venv help clean
+.PHONY: all cuda test-cuda test-page chat test tests asan tsan parity fuzz simulate docs setup venv help clean
 .DELETE_ON_ERROR:
 
 all: setup ## build ./vlm (the default)
@@ -76,7 +77,7 @@ $(BUILD)/test_%: test/%.c $(ENGINE)
 	$(CC) $(CFLAGS) -MMD -MF $@.d $< $(ENGINE) -o $@ $(LDLIBS)
 
 build/fuzz/fuzz_%: test/fuzz/%.c $(wildcard *.c *.h) | build/fuzz
-	clang $(filter-out -O3,$(CFLAGS)) -O1 -fsanitize=fuzzer,address,undefined $< vlm.c vlm_cpu.c vlm_null.c image.c tokenizer.c -o $@ $(LDLIBS)
+	clang $(filter-out -O3,$(CFLAGS)) -O1 -fsanitize=fuzzer,address,undefined $< vlm.c vlm_cpu.c vlm_null.c image.c tokenizer.c request.c -o $@ $(LDLIBS)
 
 $(BUILD) build/fuzz:
 	mkdir -p $@
@@ -92,11 +93,11 @@ cuda: ## vlm.cu with nvcc, for all GPUs, and nothing else
 
 test: all venv ## build and run every test
 	@$(MAKE) --no-print-directory tests
-	$(PYTEST) --ignore=test/parity --ignore=test/cuda test
+	$(PYTEST) $(APART) test
 
 asan: setup venv ## the tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(MAKE) --no-print-directory BUILD=build/asan CUDA=0 SANITIZE=address,undefined CFLAGS="-O2 -march=native" tests
-	VLM_SCHEDULES=10000 VLM_BUILD=build/asan $(PY) -m pytest -q --ignore=test/parity --ignore=test/cuda test
+	VLM_SCHEDULES=10000 VLM_BUILD=build/asan $(PY) -m pytest -q $(APART) test
 
 test-cuda: venv ## vlm.cu emulated on the CPU (operations, planted faults, the model's text), and what nvcc makes of it
 	@sh test/setup.sh g++
@@ -106,6 +107,10 @@ test-cuda: venv ## vlm.cu emulated on the CPU (operations, planted faults, the m
 	@$(MAKE) --no-print-directory BUILD=build/cuda-asan CUDA=cpu SANITIZE=address,undefined CFLAGS="-O1 -march=native" tests
 	@$(MAKE) --no-print-directory BUILD=build/cuda-races CUDA=cpu RACES=1 CFLAGS="-O1 -march=native" tests
 	VLM_CUDA=1 $(PY) -m pytest -q test/cuda
+
+test-page: all venv ## the page of the server in a real browser (Chromium)
+	@$(PY) test/browser.py >/dev/null 2>&1 || sh test/setup.sh chromium || $(PY) test/browser.py
+	$(PYTEST) test/test_page.py
 
 tsan: venv ## the threads under ThreadSanitizer (clang, whose OpenMP tells the sanitizer of its barriers)
 	@sh test/setup.sh clang libclang-rt-dev libomp-dev

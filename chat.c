@@ -58,21 +58,6 @@ static const char *size_text(char out[static 24], double bytes) {
     return out;
 }
 
-// Text of others (a model, a file's name) on a terminal: control characters could move the cursor, rename
-// the window or type for the user, so all but newline and tab are shown as U+FFFD.
-static void put_clean(FILE *out, const char *text, size_t n) {
-    for (size_t i = 0; i < n; i++) {
-        unsigned char c = (unsigned char)text[i], next = i + 1 < n ? (unsigned char)text[i + 1] : 0;
-        bool c1 = c == 0xc2 && next >= 0x80 && next < 0xa0; // U+0080 .. U+009F, which some terminals obey too
-        if (c1 || c == 0x7f || (c < 0x20 && c != '\n' && c != '\t')) {
-            fputs("\xef\xbf\xbd", out);
-            i += c1;
-        } else {
-            fputc(c, out);
-        }
-    }
-}
-
 // ---------------------------------------------------------------------------------------------
 // The command line: one table gives the parser, the checks and the help.
 
@@ -325,6 +310,8 @@ static void settings_check(const Settings *s) {
     if (!device_find(s->device)) usage("--device '%s': not built in; this program has %s", s->device, DEVICES);
     if (s->command & (CHAT | SERVE) && device_find(s->device) == &device_null)
         usage("--device null computes nothing: it is for 'vlm bench' and 'vlm map'");
+    if (s->command == SERVE && s->serve.api_key && !*s->serve.api_key)
+        usage("the API key is empty: give one, or unset VLM_API_KEY");
     if (s->command != BENCH) return;
     if (!s->load) usage("vlm bench needs --load, as in --load images=640x480,concurrency=8,requests=100");
     if (s->shape && device_find(s->device) != &device_null)
@@ -607,7 +594,7 @@ static void answer_run(Session *s, Answer *a, bool show) {
         answer_more(s, a);
         if (!show) continue;
         if (terminal)
-            put_clean(stdout, a->text.data + shown, a->text.n - shown);
+            put_clean(stdout, a->text.data + shown, a->text.n - shown, true);
         else
             fwrite(a->text.data + shown, 1, a->text.n - shown, stdout);
         fflush(stdout);
@@ -954,7 +941,7 @@ static const char *plain(const Repl *r) { return style(r, "\033[0m"); }
 
 static void repl_line(const char *before, const char *text, const char *after) {
     fputs(before, stdout);
-    put_clean(stdout, text, strlen(text));
+    put_clean(stdout, text, strlen(text), true);
     fputs(after, stdout);
     putchar('\n');
 }

@@ -63,6 +63,19 @@ void text_format(Text *text, const char *format, ...) {
     va_end(args);
 }
 
+void put_clean(FILE *out, const char *text, size_t n, bool lines) {
+    for (size_t i = 0; i < n; i++) {
+        unsigned char c = (unsigned char)text[i], next = i + 1 < n ? (unsigned char)text[i + 1] : 0;
+        bool c1 = c == 0xc2 && next >= 0x80 && next < 0xa0; // U+0080 .. U+009F, which some terminals obey too
+        if (c1 || c == 0x7f || (c < 0x20 && !(lines && (c == '\n' || c == '\t')))) {
+            fputs("\xef\xbf\xbd", out);
+            i += c1;
+        } else {
+            fputc(c, out);
+        }
+    }
+}
+
 bool read_all(int fd, Text *out) {
     for (;;) {
         ssize_t got = read(fd, text_room(out, 1 << 16), 1 << 16);
@@ -155,8 +168,7 @@ bool picture_decode(Picture *p, Workspace *work, Error *err) {
     return ok;
 }
 
-// "%41" to "A", in place. Returns the length.
-static size_t percent_decode(char *s) {
+size_t percent_decode(char *s) {
     char *out = s;
     for (const char *in = s; *in; out++) {
         unsigned byte = (unsigned char)*in;
@@ -404,6 +416,8 @@ static bool message_read(Conversation *c, PictureSource *source, Script *s, json
     json_t *content = json_object_get(message, "content"), *calls = json_object_get(message, "tool_calls");
     if (!role) return fail(err, 400, "it needs a \"role\"");
     if (strcmp(role, "developer") == 0) role = "system";
+    if (strcmp(role, "system") && strcmp(role, "user") && strcmp(role, "assistant") && strcmp(role, "tool"))
+        return fail(err, 400, "the role \"%.40s\" is none of system, developer, user, assistant and tool", role);
     if (strcmp(role, "tool") == 0) { // what functions returned is the user's to say, all of it in one turn
         Turn *t = after_tool ? &s->turns[s->n - 1] : script_turn(s, "user");
         turn_say(t, after_tool ? "\n" : "");
@@ -431,7 +445,7 @@ static bool script_read(Conversation *c, PictureSource *source, const Tokenizer 
                         const Tools *tools, Script *s, Error *err) {
     size_t n = json_array_size(messages);
     bool offer = tools && tools->list && tools->choice != TOOL_NONE;
-    if (n == 0) return fail(err, 400, "a conversation is an array of messages, and not an empty one");
+    if (n == 0) return fail_at(err, "messages", "a conversation is an array of messages, and not an empty one");
     json_t *first = json_array_get(messages, 0);
     if (offer && !is_role(first, "system") && !is_role(first, "developer")) {
         Turn *t = script_turn(s, "system");
@@ -470,11 +484,8 @@ bool conversation_read(Conversation *c, PictureSource *source, const Tokenizer *
                        const Tools *tools, Text *begun, Error *err) {
     Script s = {0};
     bool ok = script_read(c, source, tok, messages, tools, &s, err) && source->decode(source, c->pictures, c->n, err);
-    for (int i = 0; ok && i < s.n; i++) {
-        Error why = {0};
-        ok = prompt_add(&c->prompt, tok, source->config, s.turns[i].role, s.turns[i].parts, s.turns[i].n, &why);
-        if (!ok) fail(err, why.status, "turn %d: %.220s", i + 1, why.message);
-    }
+    for (int i = 0; ok && i < s.n; i++)
+        ok = prompt_add(&c->prompt, tok, source->config, s.turns[i].role, s.turns[i].parts, s.turns[i].n, err);
     if (ok) prompt_open_reply(&c->prompt, tok);
     ok = ok && conversation_force(c, tok, tools, begun, err);
     c->sent = c->n;
@@ -818,14 +829,25 @@ static size_t stop_pending(const Answer *a, size_t from) {
     return longest;
 }
 
+static size_t call_end(const Answer *a);
+
+// Where the answer ends, now that it has the text of one token more; SIZE_MAX: it goes on. Decided token by token, so
+// that it does not matter how many come at a time.
+static size_t answer_end(const Answer *a, size_t from) {
+    if (!a->how) return SIZE_MAX;
+    size_t stop = stop_find(a, from);
+    bool one_call = a->how->tools.choice == TOOL_NAMED || !a->how->tools.parallel;
+    return stop == SIZE_MAX && one_call ? call_end(a) : stop;
+}
+
 void answer_read(Answer *a, const Tokenizer *tok, int n, bool finished) {
     size_t from = a->settled > a->begun ? a->settled : a->begun;
     for (; a->read < n && !a->stopped; a->read++) {
         char *room = text_room(&a->text, stream_room(tok));
         a->text.n += stream_push(&a->stream, tok, answer_ids(a)[a->read], room);
-        size_t stop = a->how ? stop_find(a, from) : SIZE_MAX;
-        if (stop == SIZE_MAX) continue;
-        a->text.n = stop;
+        size_t end = answer_end(a, from);
+        if (end == SIZE_MAX) continue;
+        a->text.n = end;
         a->stopped = true;
     }
     if (finished && !a->stopped) a->text.n += stream_end(&a->stream, text_room(&a->text, 3));
@@ -864,6 +886,37 @@ static size_t call_find(const char *text, size_t at, size_t end) {
     return at;
 }
 
+static bool takes_calls(const Answer *a) { return a->how && a->how->tools.list && a->how->tools.choice != TOOL_NONE; }
+
+// The first whole call in the text up to n, as OpenAI writes it, and its end; NULL: none is whole yet, or (`broken`)
+// what ends there is none.
+static json_t *call_take(const Answer *a, size_t tag, size_t n, size_t *end, bool *broken) {
+    const char *text = a->text.data;
+    size_t body = tag + strlen(CALL), length = strlen(CALL_END);
+    *broken = false;
+    for (size_t from = body > a->scanned ? body : a->scanned; from < n;) {
+        const char *found = memmem(text + from, n - from, CALL_END, length);
+        if (!found) break;
+        bool cut;
+        size_t at = (size_t)(found - text);
+        json_t *call = call_parse(a, text + body, at - body, &cut);
+        *end = from = at + length;
+        *broken = !call && !cut; // cut: the tag's name is inside a string of the call
+        if (call || *broken) return call;
+    }
+    return NULL;
+}
+
+// The end of the first call, when it is the only one wanted.
+static size_t call_end(const Answer *a) {
+    if (!takes_calls(a) || !a->text.n || a->text.data[a->text.n - 1] != '>') return SIZE_MAX;
+    bool broken;
+    size_t end = SIZE_MAX;
+    json_t *call = call_take(a, call_find(a->text.data, a->at, a->text.n), a->text.n, &end, &broken);
+    json_decref(call);
+    return call ? end : SIZE_MAX;
+}
+
 static bool piece_text(Answer *a, Piece *piece, size_t end) {
     *piece = (Piece){.text = a->text.data + a->at, .n = end - a->at};
     a->at = end;
@@ -873,30 +926,20 @@ static bool piece_text(Answer *a, Piece *piece, size_t end) {
 
 // The call that begins at `tag`, if its end is there.
 static bool piece_call(Answer *a, Piece *piece, size_t tag) {
-    const char *text = a->text.data;
-    size_t body = tag + strlen(CALL), length = strlen(CALL_END);
-    for (size_t from = body > a->scanned ? body : a->scanned;;) {
-        const char *found = memmem(text + from, a->settled - from, CALL_END, length);
-        if (!found) break;
-        size_t end = (size_t)(found - text);
-        bool cut;
-        if ((piece->call = call_parse(a, text + body, end - body, &cut))) {
-            a->at = end + length, a->scanned = 0, a->calls++;
-            if (!a->how->tools.parallel || a->how->tools.choice == TOOL_NAMED)
-                a->stopped = a->finished = true, a->text.n = a->settled = a->at;
-            return true;
-        }
-        if (!cut) return piece_text(a, piece, end + length);
-        from = end + length; // the tag's name is inside a string of the call
+    size_t end, body = tag + strlen(CALL), length = strlen(CALL_END);
+    bool broken;
+    if ((piece->call = call_take(a, tag, a->settled, &end, &broken))) {
+        a->at = end, a->scanned = 0, a->calls++;
+        return true;
     }
-    if (a->finished) return piece_text(a, piece, a->settled);
+    if (broken || a->finished) return piece_text(a, piece, broken ? end : a->settled);
     a->scanned = a->settled - body > length ? a->settled - length : body;
     return false;
 }
 
 bool answer_next(Answer *a, Piece *piece) {
     *piece = (Piece){0};
-    if (!a->how || !a->how->tools.list || a->how->tools.choice == TOOL_NONE) return piece_text(a, piece, a->settled);
+    if (!takes_calls(a)) return piece_text(a, piece, a->settled);
     const char *text = a->text.data;
     size_t end = a->settled, tag = call_find(text, a->at, end), stop = tag;
     while (stop > a->at && is_blank(text[stop - 1])) stop--; // blanks before a call belong to it

@@ -3,6 +3,7 @@
 #pragma once
 #include "vlm.h"
 #include <jansson.h>
+#include <stdio.h>
 
 enum {
     MAX_FILE = 256 << 20, // bytes of a picture or of a text that are read at most
@@ -28,6 +29,11 @@ char *text_room(Text *text, size_t extra);
 void text_add(Text *text, const char *bytes, size_t n);
 void text_format(Text *text, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
+// Text of others (a model, a client, a file's name) for a terminal or a log: control characters could move the cursor,
+// rename the window, type for the user or forge a line, so they are shown as U+FFFD, newline and tab too unless
+// `lines`.
+void put_clean(FILE *out, const char *text, size_t n, bool lines);
+
 // Everything of an open file. False with errno set; EFBIG past MAX_FILE.
 bool read_all(int fd, Text *out);
 // A regular file or a pipe; devices are refused because some of them never end.
@@ -51,6 +57,9 @@ void picture_free(Picture *picture);
 // image_probe() and image_load() of its bytes; the latter gives these up. An Error says which picture it is.
 bool picture_probe(Picture *picture, Error *err);
 bool picture_decode(Picture *picture, Workspace *work, Error *err);
+
+// "%41" to "A", in place; a zero becomes '?'. Returns the length.
+size_t percent_decode(char *s);
 
 // Where pictures come from, and where they are decoded. data: URLs are read by request.c.
 typedef struct PictureSource PictureSource;

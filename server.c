@@ -331,6 +331,7 @@ struct Call {
     Client *client;
     const Route *route;
     double began;
+    time_t created;
     Error err; // with a status: the reply, whatever the body says
     enum MHD_Result queued;
     int status;
@@ -412,7 +413,13 @@ static bool call_gone(void *context) {
     return aborting || is_gone(call->client->fd);
 }
 
-static bool fail_gone(Error *err) { return fail(err, 503, "the server ends, or the client has gone"); }
+// Why a wait has ended without what was waited for.
+static bool fail_gone(const Call *call, Error *err) {
+    pthread_mutex_lock(&call->server->lock);
+    bool aborting = call->server->aborting;
+    pthread_mutex_unlock(&call->server->lock);
+    return aborting ? fail(err, 503, "the server was told to stop at once") : fail(err, 499, "the client has gone");
+}
 
 // file:// below --media-dir, wherever links lead.
 static bool source_file(Server *s, const char *url, Picture *p, Error *err) {
@@ -457,7 +464,7 @@ static bool source_decode(PictureSource *source, Picture **pictures, int n, Erro
     if (bytes > s->pictures.size)
         return fail(err, 413, "its pictures take %zu bytes resized, the limit is %zu: lower max_pixels or their number",
                     bytes, s->pictures.size);
-    if (!budget_take(s, &s->pictures, bytes, call->client->fd)) return fail_gone(err);
+    if (!budget_take(s, &s->pictures, bytes, call->client->fd)) return fail_gone(call, err);
     call->picture_charge = bytes;
     bool ok = true;
     pthread_mutex_lock(&s->decoding);
@@ -482,7 +489,7 @@ static bool call_reserve_fetches(Call *call, json_t *messages) {
         is_remote(part);
     if (!n) return true;
     if (n > FETCHES) n = FETCHES;
-    if (!budget_take(s, &s->fetched, n * each, call->client->fd)) return fail_gone(&call->err);
+    if (!budget_take(s, &s->fetched, n * each, call->client->fd)) return fail_gone(call, &call->err);
     call->fetch_charge = n * each;
     return true;
 }
@@ -534,6 +541,7 @@ static bool call_submit(Call *call, const int32_t *ids, size_t n) {
     Choice *c = &call->choices[call->n_choices];
     Submission sub = {.job = &c->job, .err = &call->err};
     int most;
+    if (!n) return fail_at(&call->err, call->text ? "prompt" : "messages", "the prompt is empty");
     if (!call_limit(call, (int)(n < INT_MAX ? n : INT_MAX), &most, &call->err)) return false;
     c->answer.seed = call->how.seeded ? call->how.sampling.seed + (uint64_t)call->n_choices : random_seed();
     c->answer.how = &call->how;
@@ -575,7 +583,7 @@ static bool call_pump(Call *call) {
         Choice *c = &call->choices[i];
         if (!c->answer.finished) answer_read(&c->answer, tok, published[i], finished[i]);
     }
-    return !aborting && (news || !is_gone(call->client->fd));
+    return !aborting && !is_gone(call->client->fd);
 }
 
 // No more tokens of this answer are wanted. Its sequence is read afterwards, so wait until the engine has let go.
@@ -613,8 +621,8 @@ static json_t *receipts_json(const Call *call) {
 
 static json_t *envelope_json(const Call *call, const char *object) {
     const Server *s = call->server;
-    return json_pack("{s:s, s:s, s:I, s:s, s:s}", "id", call->id, "object", object, "created", (json_int_t)time(NULL),
-                     "model", s->name, "system_fingerprint", s->fingerprint);
+    return json_pack("{s:s, s:s, s:I, s:s, s:s}", "id", call->id, "object", object, "created",
+                     (json_int_t)call->created, "model", s->name, "system_fingerprint", s->fingerprint);
 }
 
 static void add_ending(const Call *call, json_t *object) {
@@ -670,7 +678,7 @@ static void reply_whole(Call *call) {
         left = 0;
         if (!call_pump(call)) {
             json_decref(choices);
-            fail_gone(&call->err);
+            fail_gone(call, &call->err);
             return reply_error(call);
         }
         for (int i = 0; i < call->n_choices; i++) left += !call->choices[i].answer.finished;
@@ -746,7 +754,7 @@ static void put_ending(Call *call) {
 static void stream_more(Call *call) {
     int left = 0;
     if (!call_pump(call)) {
-        fail_gone(&call->err);
+        fail_gone(call, &call->err);
         put_event(call, error_json(&call->err));
         call->streamed = true;
         return;
@@ -914,15 +922,15 @@ static void completions(Call *call) {
 static void tokenize(Call *call) {
     Server *s = call->server;
     Ids ids = {0};
-    json_t *prompt = json_object_get(call->json, "prompt"), *list = json_array();
+    json_t *list = json_array();
     bool chat = json_object_get(call->json, "messages") != NULL;
-    bool ok = json_is_object(call->json) || fail(&call->err, 400, "the body must be a JSON object");
-    ok = ok && (chat                     ? call_read_chat(call, true)
-                : json_is_string(prompt) ? prompt_read(s, prompt, &ids, &call->err)
-                                         : fail_at(&call->err, "prompt", "prompt must be a string"));
+    bool ok =
+        generation_read(&call->how, call->json, !chat, s->options->strict, s->model->tokenizer, &call->err) &&
+        (chat ? call_read_chat(call, true) : prompt_read(s, json_object_get(call->json, "prompt"), &ids, &call->err));
     const Ids *from = chat ? &call->chat.prompt.ids : &ids;
     for (size_t i = 0; ok && i < from->n; i++) json_array_append_new(list, json_integer(from->data[i]));
     json_t *out = json_pack("{s:I, s:i, s:o}", "count", (json_int_t)from->n, "max_model_len", s->room, "tokens", list);
+    add_warnings(call, out);
     free(ids.data);
     if (ok) return reply_json(call, 200, out);
     json_decref(out);
@@ -1115,12 +1123,14 @@ static const char *header(const Call *call, const char *name) {
 }
 
 static bool key_fits(const Call *call) {
-    const char *key = call->server->options->api_key, *given = header(call, "Authorization");
+    const char *key = call->server->options->api_key, *given = NULL;
+    size_t n = 0, blanks;
     if (!key) return true;
-    if (!given || strncasecmp(given, "Bearer ", 7) != 0) return false;
-    given += 7 + strspn(given + 7, " ");
-    size_t n = strlen(key);
-    return strlen(given) == n && CRYPTO_memcmp(given, key, n) == 0;
+    MHD_lookup_connection_value_n(call->connection, MHD_HEADER_KIND, "Authorization", strlen("Authorization"), &given,
+                                  &n);
+    if (!given || n < 7 || strncasecmp(given, "Bearer ", 7) != 0) return false;
+    blanks = 7 + strspn(given + 7, " ");
+    return n - blanks == strlen(key) && CRYPTO_memcmp(given + blanks, key, n - blanks) == 0;
 }
 
 static enum MHD_Result count_length(void *context, enum MHD_ValueKind kind, const char *name, const char *value) {
@@ -1136,6 +1146,8 @@ static bool body_length(Call *call, size_t *out) {
     int lengths = 0;
     MHD_get_connection_values(call->connection, MHD_HEADER_KIND, count_length, &lengths);
     if (lengths > 1 || (length && coding)) return fail(&call->err, 400, "the head gives the body's length twice");
+    if (coding && strcasecmp(coding, "chunked"))
+        return fail(&call->err, 400, "no Transfer-Encoding but chunked is taken");
     char *end;
     errno = 0;
     *out = coding ? SIZE_MAX : length ? strtoull(length, &end, 10) : 0;
@@ -1157,22 +1169,33 @@ static bool call_enter(Call *call) {
                          s->options->max_queue, s->options->max_queue);
 }
 
-// All that the head decides. An error is the reply, once the body has passed by unread.
-static bool call_admit(Call *call, const char *method, const char *path) {
+// All that the head decides. `length` gets the body's.
+static bool call_admit(Call *call, const char *method, const char *path, size_t *length) {
     Server *s = call->server;
-    size_t length = 0, most = s->options->max_body;
-    if (!route_find(call, method, path)) return false;
-    if (!(call->route->how & OPEN) && !key_fits(call)) return fail(&call->err, 401, "the API key is missing or wrong");
-    if (!body_length(call, &length)) return false;
-    if (length != SIZE_MAX && length > most)
-        return fail(&call->err, 413, "the body has %zu bytes, the limit is %zu", length, most);
-    if ((call->route->how & QUEUES) && !call_enter(call)) return false;
-    size_t charge = 2 * (length < most ? length : most); // it and the strings in it
+    size_t most = s->options->max_body;
+    bool known = body_length(call, length) && route_find(call, method, path);
+    if (!(known && call->route->how & OPEN) && !key_fits(call))
+        return fail(&call->err, 401, "the API key is missing or wrong");
+    if (!known) return false;
+    if (*length != SIZE_MAX && *length > most)
+        return fail(&call->err, 413, "the body has %zu bytes, the limit is %zu", *length, most);
+    if (call->route->how & QUEUES && !call_enter(call)) return false;
+    size_t charge = 2 * (*length < most ? *length : most); // it and the strings in it
     if (charge <= SMALL_BODY) return true;
     if (charge > s->bodies.size) charge = s->bodies.size;
-    if (!budget_take(s, &s->bodies, charge, call->client->fd)) return fail_gone(&call->err);
+    if (!budget_take(s, &s->bodies, charge, call->client->fd)) return fail_gone(call, &call->err);
     call->body_charge = charge;
     return true;
+}
+
+// Read past a body that nobody wants, for a moment: a connection that is closed with bytes unread is reset, and its
+// client does not see the reply.
+static void skip_body(int fd) {
+    enum { SILENCE_MS = 200, MOST_SECONDS = 5 };
+    char bytes[1 << 14];
+    struct pollfd p = {.fd = fd, .events = POLLIN};
+    for (double end = now_seconds() + MOST_SECONDS; now_seconds() < end;)
+        if (poll(&p, 1, SILENCE_MS) <= 0 || recv(fd, bytes, sizeof bytes, MSG_DONTWAIT) <= 0) return;
 }
 
 static void stage_set(Call *call, Stage stage) {
@@ -1189,12 +1212,16 @@ static Call *call_open(Server *s, struct MHD_Connection *connection, const char 
     call->server = s;
     call->connection = connection;
     call->client = (Client *)MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT)->socket_context;
-    call->began = now_seconds();
+    call->began = now_seconds(), call->created = time(NULL);
     pthread_cond_init(&call->news, NULL);
     stage_set(call, STAGE_WORK); // waiting for memory is no fault of the client's
     MHD_set_connection_option(connection, MHD_CONNECTION_OPTION_TIMEOUT, 0u);
-    call_admit(call, method, path);
-    stage_set(call, STAGE_BODY);
+    size_t length = 0;
+    if (!call_admit(call, method, path, &length) && length > SMALL_BODY) {
+        skip_body(call->client->fd);
+        reply_error(call);
+    }
+    stage_set(call, call->status ? STAGE_WORK : STAGE_BODY);
     restart_timeout(call);
     return call;
 }
@@ -1209,7 +1236,7 @@ static bool call_receive(Call *call, const char *bytes, size_t n) {
     pthread_mutex_unlock(&s->lock);
     if (call->received > most && !call->err.status)
         fail(&call->err, 413, "the body is over the limit of %zu bytes", most);
-    if (call->err.status) return call->received <= 2 * most; // read past it, so that the client reads the reply
+    if (call->err.status) return call->received <= most + SMALL_BODY; // read past it, so that the client sees the reply
     text_add(&call->body, bytes, n);
     return true;
 }
@@ -1242,8 +1269,8 @@ static enum MHD_Result on_request(void *context, struct MHD_Connection *connecti
     (void)version;
     Call *call = *state;
     if (!call) {
-        *state = call_open(context, connection, method, path);
-        return MHD_YES;
+        *state = call = call_open(context, connection, method, path);
+        return call->status ? call->queued : MHD_YES;
     }
     if (*n) {
         bool go_on = call_receive(call, bytes, *n);
@@ -1255,12 +1282,14 @@ static enum MHD_Result on_request(void *context, struct MHD_Connection *connecti
 }
 
 static void call_log(const Call *call) {
-    char path[100];
-    snprintf(path, sizeof path, "%s", call->route ? call->route->path : "(no such path)");
-    fprintf(stderr, "%s %s %d %.0f ms", call->route ? call->route->method : "-", path, call->status,
+    const Route *r = call->route;
+    fprintf(stderr, "%s %s %d %.0f ms", r ? r->method : "-", r ? r->path : "(no such path)", call->status,
             (now_seconds() - call->began) * 1e3);
     if (call->n_choices) fprintf(stderr, ", %d+%d tokens", call->prompt_tokens, call->written);
-    if (call->err.status && call->status != 200) fprintf(stderr, ": %s", call->err.message);
+    if (call->err.status && call->status != 200) {
+        fputs(": ", stderr);
+        put_clean(stderr, call->err.message, strlen(call->err.message), false);
+    }
     fputc('\n', stderr);
 }
 
@@ -1342,7 +1371,7 @@ static void *housekeep(void *context) {
     Server *s = context;
     sigset_t signals;
     const struct timespec tick = {.tv_nsec = 100000000};
-    double close_at = HUGE_VAL;
+    double close_at = HUGE_VAL, leave_at = HUGE_VAL;
     int listening = -1;
     sigemptyset(&signals);
     sigaddset(&signals, SIGTERM), sigaddset(&signals, SIGINT);
@@ -1350,7 +1379,10 @@ static void *housekeep(void *context) {
         int got = sigtimedwait(&signals, NULL, &tick);
         drop_slow(s);
         pthread_mutex_lock(&s->lock);
-        if (got > 0 && s->draining) s->aborting = true;
+        if (got > 0 && s->draining && !s->aborting) {
+            s->aborting = true;
+            leave_at = now_seconds() + 1; // for the clients to be told
+        }
         if (got > 0 && !s->draining) {
             s->draining = true;
             close_at = now_seconds() + (got == SIGTERM ? s->options->drain : 0);
@@ -1358,7 +1390,7 @@ static void *housekeep(void *context) {
         }
         bool close_now = !s->closed && s->draining && (s->aborting || now_seconds() >= close_at);
         if (close_now) s->closed = true;
-        left = !s->closed || (s->calls && !s->aborting);
+        left = !s->closed || (s->calls && now_seconds() < leave_at);
         pthread_cond_signal(&s->engine_wake);
         pthread_mutex_unlock(&s->lock);
         if (close_now && (listening = MHD_quiesce_daemon(s->daemon)) >= 0) close(listening);
@@ -1439,6 +1471,11 @@ static bool server_rules(Server *s, Error *err) {
 
 static void log_nothing(void *context, const char *format, va_list args) { (void)context, (void)format, (void)args; }
 
+static size_t unescape(void *context, struct MHD_Connection *connection, char *s) {
+    (void)context, (void)connection;
+    return percent_decode(s);
+}
+
 static bool server_start(Server *s, int fd, Error *err) {
     const ServeOptions *o = s->options;
     const unsigned flags = MHD_USE_THREAD_PER_CONNECTION | MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_POLL |
@@ -1447,8 +1484,9 @@ static bool server_start(Server *s, int fd, Error *err) {
                                  MHD_OPTION_LISTEN_SOCKET, fd, MHD_OPTION_CONNECTION_LIMIT,
                                  (unsigned)o->max_connections, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)o->idle_seconds,
                                  MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)HEAD_MEMORY, MHD_OPTION_THREAD_STACK_SIZE,
-                                 (size_t)THREAD_STACK, MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_NOTIFY_COMPLETED,
-                                 on_completed, s, MHD_OPTION_NOTIFY_CONNECTION, on_connection, s, MHD_OPTION_END);
+                                 (size_t)THREAD_STACK, MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_UNESCAPE_CALLBACK,
+                                 unescape, NULL, MHD_OPTION_NOTIFY_COMPLETED, on_completed, s,
+                                 MHD_OPTION_NOTIFY_CONNECTION, on_connection, s, MHD_OPTION_END);
     return s->daemon || fail(err, 500, "the HTTP server does not start");
 }
 

@@ -4,7 +4,9 @@
 //   tokenizer.c  text <-> ids, the chat template
 //   vlm.c        model file, memory plan, vision tower, language model, KV blocks, scheduler, step
 //   vlm_cpu.c    the operations of the Device table in C
+//   request.c    OpenAI's JSON <-> prompts and answers (request.h)
 //   chat.c       main(): command line and REPL
+//   server.c     the HTTP server
 //
 // Letters used for sizes, everywhere:
 //   B sequences in the step    T tokens in the step    R rows of logits    S keys (tokens in the cache)
@@ -513,10 +515,10 @@ void engine_flush(Engine *engine);
 
 // What the latest step did.
 typedef struct StepRecord {
-    int64_t n;                                                    // 1, 2, ...; 0: there was none
-    double start, seconds;                                        // by the device's clock
-    int decode, prefill;                                          // tokens
-    int patches;                                                  // through the vision tower
+    int64_t n;             // 1, 2, ...; 0: there was none
+    double start, seconds; // by the device's clock
+    int decode, prefill;   // tokens
+    int patches;           // picture work: that of so many patches through the whole tower
     int running, waiting, blocks_held, blocks_cached, slots_used; // after it
 } StepRecord;
 const StepRecord *engine_last_step(const Engine *engine);

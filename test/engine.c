@@ -62,6 +62,7 @@ typedef struct Case {
     Request request;
     const Image *pictures[4];
     int32_t *ids;
+    TokenCount biases[3];
     int n_written; // the reference answer
     Sampled *written;
     Finish finish;
@@ -107,6 +108,9 @@ static void case_make(Case *c, int n_text, int n_images, int max_tokens) {
                      .seed = (uint64_t)random_int(0, 1000)},
     };
     c->request.salt[0] = (uint8_t)random_int(0, 2);
+    int vocab = model->config.text.vocab, first = random_int(0, vocab - 3);
+    for (int i = 0; i < 3; i++) c->biases[i] = (TokenCount){.id = first + i, .bias = (float)random_int(-4, 4)};
+    c->request.biases = c->biases, c->request.n_biases = random_int(0, 1) ? 3 : 0;
 }
 
 // Run the engine until nothing is left, checking it after each step. False when it does not end.
@@ -188,6 +192,7 @@ static void run_schedule(int number) {
             int i = random_int(0, n - 1);
             if (!live[i]->finish) engine_cancel(e, live[i]), cancelled[i] = 1;
         }
+        if (random_int(0, 15) == 0) engine_flush(e);
         engine_step(e);
         if (!check(engine_check(e, &err), "schedule %d, step %d: %s", number, step, err.message)) break;
         if (n == 32) break;
@@ -249,6 +254,59 @@ static void test_prefix(void) {
     check(idle(e), "after the prefix test the engine is not idle");
     engine_close(e);
     free(a.ids), free(twin.pixels), free(first.pixels);
+}
+
+// Biases move a token to the front, or away, and nothing else.
+static void test_biases(void) {
+    Error err;
+    Engine *e = open_engine((EngineOptions){.ctx = 256});
+    int32_t prompt[] = {1, 2, 3};
+    TokenCount up = {.id = 7, .bias = 100}, down = {.bias = -100}, bad = {.id = model->config.text.vocab};
+    Request r = {.ids = prompt, .n = 3, .max_tokens = 4, .sampling = {.top_p = 1, .repetition_penalty = 1}};
+    Sequence *plain = engine_submit(e, &r, &err);
+    drain(e, 100);
+    r.biases = &up, r.n_biases = 1;
+    Sequence *favoured = engine_submit(e, &r, &err);
+    down.id = plain->sampled[0].id, r.biases = &down;
+    Sequence *avoided = engine_submit(e, &r, &err);
+    drain(e, 100);
+    for (int i = 0; i < 4; i++)
+        check(favoured->ids[3 + i] == 7, "a bias of 100, and token %d is %d", i, favoured->ids[3 + i]);
+    check(avoided->ids[3] != down.id, "a bias of -100 does not keep token %d away", down.id);
+    float moved = favoured->sampled[0].logprob;
+    check(moved <= plain->sampled[0].logprob, "log-probabilities are told with the bias: %g", moved);
+    r.biases = &bad;
+    check(!engine_submit(e, &r, &err) && err.status == 400, "a bias of no token is taken");
+    engine_release(e, plain), engine_release(e, favoured), engine_release(e, avoided);
+    check(idle(e), "after the bias test the engine is not idle");
+    engine_close(e);
+}
+
+// A flush forgets what nobody holds, and nothing else.
+static void test_flush(void) {
+    Error err;
+    MemoryMap m;
+    Engine *e = open_engine((EngineOptions){.ctx = 1024});
+    Case *c = &cases[N_REQUESTS - 1]; // with pictures
+    Sequence *done = engine_submit(e, &c->request, &err);
+    drain(e, 5000);
+    Sequence *going = engine_submit(e, &c->request, &err);
+    engine_step(e);
+    engine_flush(e);
+    engine_map(e, &m);
+    check(m.blocks_cached == 0 && m.blocks_held > 0, "after a flush %d blocks are cached, %d held", m.blocks_cached,
+          m.blocks_held);
+    check(drain(e, 5000) && same_answer(c, going), "a flush changes an answer");
+    engine_flush(e);
+    engine_map(e, &m);
+    check(m.blocks_free == m.blocks && m.slots_used == 0, "after a flush %d blocks of %d are free, %d slots used",
+          m.blocks_free, m.blocks, m.slots_used);
+    Sequence *cold = engine_submit(e, &c->request, &err);
+    drain(e, 5000);
+    check(cold->cached_tokens == 0 && cold->vision_runs > 0 && same_answer(c, cold), "after a flush %d are cached",
+          cold->cached_tokens);
+    engine_release(e, done), engine_release(e, going), engine_release(e, cold);
+    engine_close(e);
 }
 
 // The worst legal step takes exactly what the plan says: first the largest picture alone, then a full batch.
@@ -535,8 +593,8 @@ int main(int argc, char **argv) {
         if (failed) printf("FAIL seed %llu, schedule %d\n", (unsigned long long)base, i);
     }
     if (!failed && dev == &device_cpu)
-        test_refusals(), test_context_end(), test_no_allocation(), test_prefix(), test_plan_is_peak(),
-            test_plan_is_taken(), test_picture_work_is_shared();
+        test_biases(), test_flush(), test_refusals(), test_context_end(), test_no_allocation(), test_prefix(),
+            test_plan_is_peak(), test_plan_is_taken(), test_picture_work_is_shared();
     for (int i = 0; i < N_IMAGES; i++) free(kept[i].pixels);
     for (int i = 0; i < N_REQUESTS; i++) free(cases[i].ids), free(cases[i].written);
     model_close(model);
