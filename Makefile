@@ -1,10 +1,10 @@
 # vlm.c: `make chat` talks about a picture, `make test` runs the tests; each sets up what it needs.
-# Variables: CC, BUILD (folder of what is built), SANITIZE (e.g. address,undefined), ARGS (for chat), SECONDS (for fuzz).
+# Variables: CC, BUILD (folder of what is built), SANITIZE (e.g. address,undefined), ARGS (for chat), SECONDS (for fuzz and soak),
+# REQUESTS (for soak).
 
 CC       ?= cc
 BUILD    ?= build
 CFLAGS   ?= -O3 -march=native
-SECONDS  ?= 60
 PY       := .venv/bin/python
 LIBS     := jansson libutf8proc libcrypto libedit libmicrohttpd libcurl
 STB      := $(firstword $(wildcard /usr/include/stb /usr/local/include/stb /opt/homebrew/include/stb))
@@ -39,7 +39,7 @@ FUZZ   := $(patsubst test/fuzz/%.c,build/fuzz/fuzz_%,$(wildcard test/fuzz/*.c))
 PYTEST  = VLM_BUILD=$(BUILD) $(PY) -m pytest -q
 APART  := --ignore=test/parity --ignore=test/cuda --ignore=test/test_page.py # tests with a target of their own
 
-.PHONY: all cuda test-cuda test-page chat test tests asan tsan parity fuzz simulate docs setup venv help clean
+.PHONY: all cuda test-cuda test-page chat test tests asan tsan parity fuzz simulate soak docs setup venv help clean
 .DELETE_ON_ERROR:
 
 all: setup ## build ./vlm (the default)
@@ -92,10 +92,12 @@ cuda: ## vlm.cu with nvcc, for all GPUs, and nothing else
 	@$(MAKE) --no-print-directory CUDA=1 $(BUILD)/cuda.o
 
 test: all venv ## build and run every test
+	@sh test/setup.sh haproxy curl
 	@$(MAKE) --no-print-directory tests
 	$(PYTEST) $(APART) test
 
 asan: setup venv ## the tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@sh test/setup.sh haproxy curl
 	@$(MAKE) --no-print-directory BUILD=build/asan CUDA=0 SANITIZE=address,undefined CFLAGS="-O2 -march=native" tests
 	VLM_SCHEDULES=10000 VLM_BUILD=build/asan $(PY) -m pytest -q $(APART) test
 
@@ -125,10 +127,13 @@ parity: all venv ## compare every stage with Hugging Face transformers, live
 fuzz: ## damaged pictures, for SECONDS each (clang's libFuzzer)
 	@sh test/setup.sh clang libclang-rt-dev
 	@$(MAKE) --no-print-directory $(FUZZ)
-	for f in $(FUZZ); do mkdir -p $$f.corpus && ./$$f -max_total_time=$(SECONDS) -print_final_stats=1 $$f.corpus || exit 1; done
+	for f in $(FUZZ); do mkdir -p $$f.corpus && ./$$f -max_total_time=$(or $(SECONDS),60) -print_final_stats=1 $$f.corpus || exit 1; done
 
 simulate: all ## the loads that kill large engines, at full scale, on the null device
 	python3 test/simulate.py
+
+soak: all venv ## image requests without end (SECONDS or REQUESTS of them), then large ones at once; ten minutes
+	VLM_BUILD=$(BUILD) $(PY) test/soak.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(REQUESTS),--requests $(REQUESTS)) --log $(BUILD)/soak.jsonl $(ARGS)
 
 docs: all ## rewrite what the documents quote from commands (all of it with ARGS=--all)
 	python3 docs/generate.py $(ARGS)

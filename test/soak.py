@@ -10,25 +10,20 @@ Large pictures: 512, 2048 and 4096 pixels a side, 1 to 128 at once. Every one mu
 What was seen goes to the log, a JSON object a line, for docs/draw_soak.py. Needs Linux (/proc) and Pillow.
 """
 import argparse
-import base64
 import functools
 import http.client
-import io
 import json
-import os
 import pathlib
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 from PIL import Image, ImageDraw
+from server_client import CHAT, ROOT, Server, check_memory, data_url, encode
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-VLM = ROOT / os.environ.get("VLM_BUILD", "build") / "vlm"
 MIB = 1 << 20
 BATCH = 500  # requests between two flushes
 WARM_UP = 2  # batches of each phase, until the allocator holds what it will hold
@@ -48,34 +43,33 @@ def check(holds, claim):
         print(f"FAILED: {claim}", flush=True)
 
 
-class Server:
-    """`vlm serve` on a free port, and what it and the kernel say of its memory."""
+class Soaked(Server):
+    """A server with budgets of its own, a connection for each thread that asks, and what the kernel says of its memory."""
 
-    def __init__(self, log, *flags):
-        budgets = ["--body-memory", f"{BODIES // MIB}M", "--picture-memory", f"{PICTURES // MIB}M"]
-        command = [VLM, "serve", "--port", 0, "--quiet", "--max-seqs", TOGETHER, *budgets, *flags]
-        self.process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=sys.stderr)
-        line = self.process.stdout.readline().decode()
-        self.port = int(line.rstrip("/\n").rpartition(":")[2])
-        self.log, self.begun, self.connections = log, time.monotonic(), threading.local()
+    def __init__(self, log, **model):
+        flags = {"--max-seqs": TOGETHER, "--body-memory": f"{BODIES // MIB}M", "--picture-memory": f"{PICTURES // MIB}M"}
+        super().__init__("--quiet", *(x for pair in flags.items() for x in pair), **model)
+        self.rows, self.begun, self.connections = log, time.monotonic(), threading.local()
 
     def call(self, method, path, body=None):
-        """(status, object); a connection per thread is kept."""
+        """(status, object)"""
         if not hasattr(self.connections, "c"):
-            self.connections.c = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+            self.connections.c = http.client.HTTPConnection(self.host, self.port, timeout=600)
         self.connections.c.request(method, path, body, {"Content-Type": "application/json"} if body else {})
         reply = self.connections.c.getresponse()
         return reply.status, json.loads(reply.read())
 
     def memory(self):
-        status, m = self.call("GET", "/memory")
-        assert status == 200
-        check(m["total"] == sum(o["bytes"] for o in m["owners"]), "the sum of the owners' bytes is the total")
-        check(all(o["used"] <= o["peak"] <= o["bytes"] for o in m["owners"]), f"no owner passes its plan: {m['owners']}")
+        m = self.call("GET", "/memory")[1]
+        try:
+            check_memory(m)  # the sum is the total, no owner passes its plan
+            check(True, "")
+        except AssertionError as e:
+            check(False, f"/memory: {e}")
         return m
 
     def status(self, key):
-        """A figure of /proc/PID/status in bytes: VmRSS, VmHWM, RssAnon."""
+        """A figure of /proc/PID/status in bytes: VmRSS, VmHWM."""
         text = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
         return int(text.split(key + ":")[1].split()[0]) * 1024
 
@@ -85,20 +79,9 @@ class Server:
     def note(self, kind, memory, **more):
         owners = {o["name"]: {"plan": o["bytes"], "used": o["used"], "peak": o["peak"]} for o in memory["owners"]}
         row = {"kind": kind, "seconds": round(time.monotonic() - self.begun, 2), "rss": self.status("VmRSS"), "owners": owners, "host": memory["host"], **more}
-        self.log.write(json.dumps(row) + "\n")
-        self.log.flush()
+        self.rows.write(json.dumps(row) + "\n")
+        self.rows.flush()
         return row
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, *_):
-        self.process.terminate()
-        try:
-            ended = self.process.wait(60)
-        finally:
-            self.process.kill()
-        check(ended == 0, f"the server ends with status 0, not {ended}")
 
 
 class Watch:
@@ -129,12 +112,6 @@ def body(url, system=SYSTEM, **fields):
     return json.dumps({"messages": messages, "max_tokens": 512, "temperature": 0, **fields}).encode()
 
 
-def data_url(image, kind, **how):
-    out = io.BytesIO()
-    image.save(out, kind, **how)
-    return f"data:image/{kind};base64," + base64.b64encode(out.getvalue()).decode()
-
-
 def small_picture(seed):
     """Two shapes on a plain ground, of the sizes that the small model knows; PNG or JPEG."""
     r = random.Random(seed)
@@ -144,7 +121,7 @@ def small_picture(seed):
         x, y, size = left + r.randrange(w // 8), r.randrange(h // 2), r.randrange(24, 48)
         shape = r.choice([ImageDraw.Draw(image).rectangle, ImageDraw.Draw(image).ellipse])
         shape([x, y, x + size, y + size], fill=tuple(r.randrange(160) for _ in range(3)))
-    return data_url(image, r.choice(["png", "jpeg"]))
+    return data_url(encode(image, r.choice(["PNG", "JPEG"])))
 
 
 @functools.lru_cache(None)
@@ -153,12 +130,12 @@ def large_picture(side, seed):
     r = random.Random(seed)
     image = Image.frombytes("RGB", (16, 16), r.randbytes(768)).resize((side, side), Image.Resampling.BILINEAR)
     if seed % 2:
-        return data_url(image, "png", compress_level=1)
+        return data_url(encode(image, compress_level=1))
     tile, grain = Image.frombytes("RGB", (256, 256), r.randbytes(3 << 16)), Image.new("RGB", (side, side))
     for x in range(0, side, 256):
         for y in range(0, side, 256):
             grain.paste(tile, (x, y))
-    return data_url(Image.blend(image, grain, 0.1), "jpeg", quality=90)
+    return data_url(encode(Image.blend(image, grain, 0.1), "JPEG", quality=90))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -178,7 +155,7 @@ class Loop:
             n = self.asked
             self.asked += 1
         url = self.known[n // 2 % 8] if n % 2 else small_picture(n)
-        status, reply = self.server.call("POST", "/v1/chat/completions", body(url))
+        status, reply = self.server.call("POST", CHAT, body(url))
         text = reply["choices"][0]["message"]["content"] if status == 200 else None
         with self.lock:
             check(text is not None, f"request {n} is answered, not {status} {reply}")
@@ -196,7 +173,7 @@ class Loop:
         return m
 
     def ask_reference(self):
-        status, reply = self.server.call("POST", "/v1/chat/completions", body(self.known[0], logprobs=True, top_logprobs=3))
+        status, reply = self.server.call("POST", CHAT, body(self.known[0], logprobs=True, top_logprobs=3))
         answer = status == 200 and reply["choices"]
         self.reference = self.reference or answer
         check(answer and answer == self.reference, f"after {self.asked} requests the reference answer is another")
@@ -239,7 +216,7 @@ def burst(server, side, at_once):
     server.forget_peak()
     begun = time.monotonic()
     with Watch(server) as seen, ThreadPoolExecutor(at_once) as pool:
-        replies = list(pool.map(lambda i: server.call("POST", "/v1/chat/completions", bodies[i % len(bodies)]), range(at_once)))
+        replies = list(pool.map(lambda i: server.call("POST", CHAT, bodies[i % len(bodies)]), range(at_once)))
     m, peak = server.memory(), server.status("VmHWM")
     row = server.note("burst", m, side=side, at_once=at_once, took=round(time.monotonic() - begun, 2), peak_rss=peak, seen=seen)
     print(f"{at_once} of {side} x {side}: {row['took']} s, resident {peak / MIB:.0f} MiB at most, bodies {seen['bodies'] / MIB:.0f}, pictures {seen['pictures'] / MIB:.1f}", flush=True)
@@ -257,12 +234,12 @@ def burst(server, side, at_once):
 
 def run(args, log):
     if args.requests or args.seconds:
-        with Server(log) as server:
+        with Soaked(log) as server:
             loop = Loop(server)
             for at_once in (1, TOGETHER):
                 loop.phase(at_once, (args.requests or 0) // 2, args.seconds / 2)
     if args.at_once and args.sides:
-        with Server(log, *(["-m", args.model] if args.model else [])) as server:
+        with Soaked(log, **({"model": args.model} if args.model else {})) as server:
             for side in args.sides:
                 for at_once in args.at_once:
                     burst(server, side, at_once)
@@ -272,7 +249,7 @@ def run(args, log):
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     numbers = lambda s: [int(n) for n in s.split(",") if n]  # noqa: E731
-    ap.add_argument("--seconds", type=float, default=600, help="for the loop, when no number of requests is given")
+    ap.add_argument("--seconds", type=float, default=300, help="for the loop, when no number of requests is given")
     ap.add_argument("--requests", type=int, help="of the loop, both phases together")
     ap.add_argument("--at-once", type=numbers, default=[1, 4, 8, 16, 64, 128], help="large pictures; empty: none")
     ap.add_argument("--sides", type=numbers, default=[512, 2048, 4096], help="of large pictures, in pixels")
@@ -284,8 +261,8 @@ def main():
     with open(args.log, "w") as log:
         try:
             run(args, log)
-        except (OSError, ValueError, http.client.HTTPException) as e:
-            check(False, f"the server has gone: {e!r}")
+        except (AssertionError, OSError, http.client.HTTPException) as e:
+            check(False, f"the server has gone, or did not end as it should: {e!r}")
     print(f"{passed} passed, {failed} failed")
     sys.exit(failed > 0)
 
