@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """The two failures that users of the large engines report, replayed over HTTP against `vlm serve`.
 
-    python test/soak.py [--seconds S | --requests N] [--at-once 1,4,8] [--sides 512,2048] [--model FILE] [--log FILE]
+    python test/soak.py [--seconds S | --requests N] [--at-once 1,4,8] [--sides 512,2048] [--log FILE]
 
 The loop: chat completions with a system text, one picture and max_tokens 512 at temperature 0, one after another and then eight
 at once, every other picture a new one. After each 500 the caches are flushed: every owner's bytes must then be what they were
 at the first flush, a reference answer the same bit for bit, and resident memory flat.
-Large pictures: 512, 2048 and 4096 pixels a side, 1 to 128 at once. Every one must be answered, and no owner pass its plan.
+Large pictures: 512, 2048 and 4096 pixels a side, 1 to 128 at once. Every one must be answered, and no owner pass its plan. The
+small model sees them at 224 pixels a side; the largest are also shown to a random one that takes a megapixel.
 What was seen goes to the log, a JSON object a line, for docs/draw_soak.py. Needs Linux (/proc) and Pillow.
 """
 import argparse
@@ -16,11 +17,14 @@ import json
 import pathlib
 import random
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import make_model
 from PIL import Image, ImageDraw
 from server_client import CHAT, ROOT, Server, check_memory, data_url, encode
 
@@ -46,9 +50,9 @@ def check(holds, claim):
 class Soaked(Server):
     """A server with budgets of its own, a connection for each thread that asks, and what the kernel says of its memory."""
 
-    def __init__(self, log, **model):
+    def __init__(self, log, *more, **model):
         flags = {"--max-seqs": TOGETHER, "--body-memory": f"{BODIES // MIB}M", "--picture-memory": f"{PICTURES // MIB}M"}
-        super().__init__("--quiet", *(x for pair in flags.items() for x in pair), **model)
+        super().__init__("--quiet", *(x for pair in flags.items() for x in pair), *more, **model)
         self.rows, self.begun, self.connections = log, time.monotonic(), threading.local()
 
     def call(self, method, path, body=None):
@@ -78,14 +82,15 @@ class Soaked(Server):
 
     def note(self, kind, memory, **more):
         owners = {o["name"]: {"plan": o["bytes"], "used": o["used"], "peak": o["peak"]} for o in memory["owners"]}
-        row = {"kind": kind, "seconds": round(time.monotonic() - self.begun, 2), "rss": self.status("VmRSS"), "owners": owners, "host": memory["host"], **more}
+        seconds = round(time.monotonic() - self.begun, 2)
+        row = {"kind": kind, "seconds": seconds, "rss": self.status("VmRSS"), "owners": owners, "host": memory["host"], **more}
         self.rows.write(json.dumps(row) + "\n")
         self.rows.flush()
         return row
 
 
 class Watch:
-    """While it lasts, the most that is seen of: each owner's used bytes, host bodies and pictures, sequences that run."""
+    """While it lasts, the most that is seen of: each owner's used bytes, and bodies and pictures on the host."""
 
     def __init__(self, server):
         self.server, self.seen, self.over = server, {}, threading.Event()
@@ -94,7 +99,7 @@ class Watch:
     def look(self):
         while not self.over.wait(0.02):
             m = self.server.memory()
-            now = {o["name"]: o["used"] for o in m["owners"]} | {k: m["host"][k] for k in ("bodies", "pictures")} | {"running": m["sequences"]["running"]}
+            now = {o["name"]: o["used"] for o in m["owners"]} | {k: m["host"][k] for k in ("bodies", "pictures")}
             self.seen.update({k: max(v, self.seen.get(k, 0)) for k, v in now.items()})
 
     def __enter__(self):
@@ -166,7 +171,8 @@ class Loop:
         """Nothing may be left of what was served, and the reference answer must be what it always was."""
         check(self.server.call("POST", "/flush_cache")[0] == 200, "flush_cache")
         m = self.server.memory()
-        left = [(o["name"], o["bytes"], o["used"]) for o in m["owners"]], m["blocks"], m["images"]["used"], m["images"]["pinned"], m["sequences"], m["host"]
+        owners = [(o["name"], o["bytes"], o["used"]) for o in m["owners"]]
+        left = owners, m["blocks"], m["images"]["used"], m["images"]["pinned"], m["sequences"], m["host"]
         self.flushed = self.flushed or left
         check(left == self.flushed, f"after {self.asked} requests other bytes than at the first flush: {left} != {self.flushed}")
         check(m["blocks"]["free"] == m["blocks"]["total"] and m["images"]["used"] == 0, f"the flush left something: {left}")
@@ -190,9 +196,13 @@ class Loop:
                 rows.append(self.server.note("flushed", self.flush(), at_once=at_once, requests=self.asked, seen=seen))
         flat = rows[WARM_UP - 1 :] or rows[-1:]
         growth = flat[-1]["rss"] - flat[0]["rss"]
-        rate = (self.asked - first) / (time.monotonic() - begun)
-        print(f"loop, {at_once} at once: {self.asked - first} requests, {rate:.0f} a second; resident {flat[0]['rss'] / MIB:.2f} MiB after {flat[0]['requests'] - first}, "
-              f"{flat[-1]['rss'] / MIB:.2f} at the end, {max(r['rss'] for r in flat) / MIB:.2f} at most; {slope(flat) / 1024:+.1f} KiB per 1,000 requests", flush=True)  # fmt: skip
+        after, at_end, most = (x / MIB for x in (flat[0]["rss"], flat[-1]["rss"], max(r["rss"] for r in flat)))
+        print(
+            f"loop, {at_once} at once: {self.asked - first} requests, {(self.asked - first) / (time.monotonic() - begun):.0f} a second; "
+            f"resident {after:.2f} MiB after {flat[0]['requests'] - first}, {at_end:.2f} at the end, {most:.2f} at most; KiB per 1,000 "
+            f"requests {slope(flat) / 1024:+.1f}, in the second half {slope(rows[len(rows) // 2 :]) / 1024:+.1f}",
+            flush=True,
+        )
         check(growth <= SLACK, f"resident memory grew by {growth} bytes after the warm-up")
 
 
@@ -209,7 +219,7 @@ def slope(rows):
 # Large pictures
 
 
-def burst(server, side, at_once):
+def burst(server, model, side, at_once):
     """That many at the same moment, eight different pictures among them, after a system text that fills a step's batch."""
     bodies = [body(large_picture(side, i), system=SYSTEM * 16) for i in range(min(8, at_once))]
     server.call("POST", "/flush_cache")
@@ -218,18 +228,21 @@ def burst(server, side, at_once):
     with Watch(server) as seen, ThreadPoolExecutor(at_once) as pool:
         replies = list(pool.map(lambda i: server.call("POST", CHAT, bodies[i % len(bodies)]), range(at_once)))
     m, peak = server.memory(), server.status("VmHWM")
-    row = server.note("burst", m, side=side, at_once=at_once, took=round(time.monotonic() - begun, 2), peak_rss=peak, seen=seen)
-    print(f"{at_once} of {side} x {side}: {row['took']} s, resident {peak / MIB:.0f} MiB at most, bodies {seen['bodies'] / MIB:.0f}, pictures {seen['pictures'] / MIB:.1f}", flush=True)
+    took = round(time.monotonic() - begun, 2)
+    row = server.note("burst", m, model=model, side=side, at_once=at_once, took=took, peak_rss=peak, seen=seen)
+    what = f"{model} model, {at_once} of {side} x {side}"
+    host = f"bodies {seen['bodies'] / MIB:.0f} MiB, pictures {seen['pictures'] / MIB:.1f}"
+    print(f"{what}: {row['took']} s, resident {peak / MIB:.0f} MiB at most, {host}", flush=True)
     for status, reply in replies:
-        check(status == 200, f"{at_once} of {side} x {side}: {status} {reply}")
+        check(status == 200, f"{what}: {status} {reply}")
     texts = {i: {json.dumps(r["choices"]) for s, r in replies[i :: len(bodies)] if s == 200} for i in range(len(bodies))}
-    check(all(len(t) == 1 for t in texts.values()), f"{at_once} of {side} x {side}: one picture, one answer: {texts}")
+    check(all(len(t) == 1 for t in texts.values()), f"{what}: one picture, one answer: {texts}")
     check(seen["bodies"] <= BODIES and seen["pictures"] <= PICTURES, f"host budgets: {seen}")
     bound = m["total"] + m["host"]["decode_workspace"] + BODIES + PICTURES + PROGRAM
     check(peak <= bound, f"resident memory {peak} passes the sum of all that was planned, {bound}")
     # One request takes of a step's arena what 128 take, and that is the plan (but for their rows of logits).
     arena = next(o for o in m["owners"] if o["name"] == "arena")
-    check(0.99 * arena["bytes"] <= arena["peak"], f"{at_once} of {side} x {side}: of {arena['bytes']} planned bytes of arena {arena['peak']} are used")
+    check(0.99 * arena["bytes"] <= arena["peak"], f"{what}: of {arena['bytes']} planned bytes of arena only {arena['peak']}")
 
 
 def run(args, log):
@@ -238,12 +251,24 @@ def run(args, log):
             loop = Loop(server)
             for at_once in (1, TOGETHER):
                 loop.phase(at_once, (args.requests or 0) // 2, args.seconds / 2)
-    if args.at_once and args.sides:
-        with Soaked(log, **({"model": args.model} if args.model else {})) as server:
-            for side in args.sides:
-                for at_once in args.at_once:
-                    burst(server, side, at_once)
-                large_picture.cache_clear()
+    if not args.at_once or not args.sides:
+        return
+    with Soaked(log) as server:
+        for side in args.sides:
+            for at_once in args.at_once:
+                burst(server, "small", side, at_once)
+            large_picture.cache_clear()
+    with tempfile.TemporaryDirectory() as folder, Soaked(log, "--max-pixels", 1280 * 28 * 28, model=random_model(folder)) as server:
+        for at_once in sorted({min(args.at_once), max(args.at_once)}):
+            burst(server, "random", max(args.sides), at_once)
+
+
+def random_model(folder):
+    """A model file of two layers with random weights."""
+    make_model.make(pathlib.Path(folder) / "hf", "mini")
+    command = [sys.executable, ROOT / "weights_export.py", f"{folder}/hf", f"{folder}/random.vlm"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return f"{folder}/random.vlm"
 
 
 def main():
@@ -253,7 +278,6 @@ def main():
     ap.add_argument("--requests", type=int, help="of the loop, both phases together")
     ap.add_argument("--at-once", type=numbers, default=[1, 4, 8, 16, 64, 128], help="large pictures; empty: none")
     ap.add_argument("--sides", type=numbers, default=[512, 2048, 4096], help="of large pictures, in pixels")
-    ap.add_argument("--model", help="another model file for the large pictures")
     ap.add_argument("--log", default=ROOT / "build/soak.jsonl")
     args = ap.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is ended too
