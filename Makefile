@@ -5,6 +5,7 @@
 CC       ?= cc
 BUILD    ?= build
 CFLAGS   ?= -O3 -march=native
+SECONDS  ?= 60
 PY       := .venv/bin/python
 LIBS     := jansson libutf8proc libcrypto libedit libmicrohttpd libcurl
 STB      := $(firstword $(wildcard /usr/include/stb /usr/local/include/stb /opt/homebrew/include/stb))
@@ -117,23 +118,26 @@ test-page: all venv ## the page of the server in a real browser (Chromium)
 tsan: venv ## the threads under ThreadSanitizer (clang, whose OpenMP tells the sanitizer of its barriers)
 	@sh test/setup.sh clang libclang-rt-dev libomp-dev
 	@$(MAKE) --no-print-directory BUILD=build/tsan CUDA=0 CC=clang SANITIZE=thread CFLAGS="-O1 -march=native" tests
-	TSAN_OPTIONS=ignore_noninstrumented_modules=1 VLM_SCHEDULES=250 VLM_BUILD=build/tsan $(PY) -m pytest -q test/test_programs.py
+	TSAN_OPTIONS=ignore_noninstrumented_modules=1 VLM_SCHEDULES=250 VLM_BUILD=build/tsan $(PY) -m pytest -q test/test_programs.py test/test_server_wire.py::test_load
 
 parity: all venv ## compare every stage with Hugging Face transformers, live
 	$(PY) -m pip install -q --disable-pip-version-check -r test/parity-requirements.txt
 	@$(MAKE) --no-print-directory tests
 	$(PYTEST) test/parity
 
-fuzz: ## damaged pictures, for SECONDS each (clang's libFuzzer)
+fuzz: venv ## damaged pictures, JSON and HTTP, for SECONDS each (libFuzzer, and test/fuzz_http.py)
 	@sh test/setup.sh clang libclang-rt-dev
 	@$(MAKE) --no-print-directory $(FUZZ)
-	for f in $(FUZZ); do mkdir -p $$f.corpus && ./$$f -max_total_time=$(or $(SECONDS),60) -print_final_stats=1 $$f.corpus || exit 1; done
+	for f in $(FUZZ); do n=$${f##*_} && mkdir -p $$f.corpus && ./$$f -max_total_time=$(SECONDS) -print_final_stats=1 $$f.corpus $$(ls -d test/fuzz/corpus/$$n 2>/dev/null) || exit 1; done
+	@$(MAKE) --no-print-directory BUILD=build/asan CUDA=0 SANITIZE=address,undefined CFLAGS="-O2 -march=native" build/asan/vlm
+	VLM_BUILD=build/asan $(PY) test/fuzz_http.py $(SECONDS)
 
 simulate: all ## the loads that kill large engines, at full scale, on the null device
 	python3 test/simulate.py
 
 soak: all venv ## image requests without end (SECONDS or REQUESTS of them), then large ones at once; ten minutes
-	VLM_BUILD=$(BUILD) $(PY) test/soak.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(REQUESTS),--requests $(REQUESTS)) --log $(BUILD)/soak.jsonl $(ARGS)
+	VLM_BUILD=$(BUILD) $(PY) test/soak.py --log $(BUILD)/soak.jsonl $(if $(filter command,$(firstword $(origin SECONDS))),--seconds $(SECONDS)) \
+	$(if $(REQUESTS),--requests $(REQUESTS)) $(ARGS)
 
 docs: all ## rewrite what the documents quote from commands (all of it with ARGS=--all)
 	python3 docs/generate.py $(ARGS)

@@ -311,7 +311,13 @@ static void settings_check(const Settings *s) {
     if (s->command & (CHAT | SERVE) && device_find(s->device) == &device_null)
         usage("--device null computes nothing: it is for 'vlm bench' and 'vlm map'");
     if (s->command == SERVE && s->serve.api_key && !*s->serve.api_key)
-        usage("the API key is empty: give one, or unset VLM_API_KEY");
+        usage("--api-key is empty: give a key, or unset VLM_API_KEY");
+    Network *networks = NULL;
+    Error err;
+    int n;
+    if (s->serve.allow_images_from && !networks_parse(s->serve.allow_images_from, &networks, &n, &err))
+        usage("%s", err.message);
+    free(networks);
     if (s->command != BENCH) return;
     if (!s->load) usage("vlm bench needs --load, as in --load images=640x480,concurrency=8,requests=100");
     if (s->shape && device_find(s->device) != &device_null)

@@ -94,6 +94,7 @@ bool read_file(const char *path, Text *out, Error *err) {
     if (fd >= 0) fcntl(fd, F_SETFL, 0);
     const char *why = fd < 0 || fstat(fd, &st) != 0                   ? strerror(errno)
                       : S_ISDIR(st.st_mode)                           ? "it is a folder"
+                      : S_ISREG(st.st_mode) && st.st_size > MAX_FILE  ? strerror(EFBIG)
                       : !S_ISREG(st.st_mode) && !S_ISFIFO(st.st_mode) ? "it is a device"
                       : read_all(fd, out)                             ? NULL
                                                                       : strerror(errno);

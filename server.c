@@ -334,6 +334,7 @@ struct Call {
     time_t created;
     Error err; // with a status: the reply, whatever the body says
     enum MHD_Result queued;
+    bool cut; // nothing more can be read from this connection
     int status;
 
     Text body;
@@ -373,7 +374,7 @@ static void reply(Call *call, int status, const char *type, struct MHD_Response 
     if (status == 405)
         MHD_add_response_header(response, "Allow", strcmp(call->route->method, "GET") ? "POST" : "GET, HEAD");
     if (status == 401) MHD_add_response_header(response, "WWW-Authenticate", "Bearer");
-    if (is_closing(call->server)) MHD_add_response_header(response, "Connection", "close");
+    if (is_closing(call->server) || call->cut) MHD_add_response_header(response, "Connection", "close");
     call->status = status;
     call->queued = MHD_queue_response(call->connection, (unsigned)status, response);
     MHD_destroy_response(response);
@@ -557,6 +558,8 @@ static bool call_submit(Call *call, const int32_t *ids, size_t n) {
     sub.request.sampling.seed = c->answer.seed;
     memcpy(sub.request.salt, call->how.salt, 32);
     engine_call(call->server, task_submit, &sub);
+    if (!c->job.seq && !*call->err.param)
+        snprintf(call->err.param, sizeof call->err.param, "%s", call->text ? "prompt" : "messages");
     c->answer.seq = c->job.seq;
     call->n_choices += c->answer.seq != NULL;
     return c->answer.seq != NULL;
@@ -902,7 +905,10 @@ static bool completions_submit(Call *call) {
     bool ok = true;
     for (size_t i = 0; ok && i < n; i++) {
         Ids ids = {0};
-        ok = prompt_read(s, many ? json_array_get(prompt, i) : prompt, &ids, &call->err);
+        json_t *one = many ? json_array_get(prompt, i) : prompt;
+        ok = !many || json_typeof(one) == json_typeof(first) ||
+             fail_at(&call->err, "prompt", "prompts are all strings or all arrays of token ids");
+        ok = ok && prompt_read(s, one, &ids, &call->err);
         if (ok) call->prompt_tokens += (int)ids.n;
         for (int k = 0; ok && k < call->how.n; k++) ok = call_submit(call, ids.data, ids.n);
         free(ids.data);
@@ -1133,26 +1139,37 @@ static bool key_fits(const Call *call) {
     return n - blanks == strlen(key) && CRYPTO_memcmp(given + blanks, key, n - blanks) == 0;
 }
 
-static enum MHD_Result count_length(void *context, enum MHD_ValueKind kind, const char *name, const char *value) {
+typedef struct HeadCheck {
+    int lengths, bad_names;
+} HeadCheck;
+
+static enum MHD_Result check_header(void *context, enum MHD_ValueKind kind, const char *name, const char *value) {
+    HeadCheck *check = context;
     (void)kind, (void)value;
-    *(int *)context += strcasecmp(name, "Content-Length") == 0;
+    check->lengths += strcasecmp(name, "Content-Length") == 0;
+    size_t n = strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789!#$%&'*+-.^_`|~");
+    check->bad_names += !n || name[n];
     return MHD_YES;
 }
 
-// Bytes of the body: as declared, or SIZE_MAX when its end shows by itself. A head that says two things about it is an
-// attempt to have a proxy in front read another request than we do.
+// Bytes of the body: as declared, or SIZE_MAX when its end shows by itself. A head that can be read in two ways is an
+// attempt to have a proxy in front see another request than we do.
 static bool body_length(Call *call, size_t *out) {
     const char *length = header(call, "Content-Length"), *coding = header(call, "Transfer-Encoding");
-    int lengths = 0;
-    MHD_get_connection_values(call->connection, MHD_HEADER_KIND, count_length, &lengths);
-    if (lengths > 1 || (length && coding)) return fail(&call->err, 400, "the head gives the body's length twice");
+    HeadCheck check = {0};
+    *out = SIZE_MAX;
+    MHD_get_connection_values(call->connection, MHD_HEADER_KIND, check_header, &check);
+    if (check.bad_names) return fail(&call->err, 400, "a header's name has a character that none may have");
+    if (check.lengths > 1 || (length && coding)) return fail(&call->err, 400, "the head gives the body's length twice");
     if (coding && strcasecmp(coding, "chunked"))
         return fail(&call->err, 400, "no Transfer-Encoding but chunked is taken");
+    if (coding) return true;
+    if (!length) return *out = 0, true;
     char *end;
     errno = 0;
-    *out = coding ? SIZE_MAX : length ? strtoull(length, &end, 10) : 0;
-    if (length && !coding && (errno || *end || *length < '0' || *length > '9'))
-        return fail(&call->err, 400, "Content-Length is no number");
+    unsigned long long n = strtoull(length, &end, 10);
+    if (*end || *length < '0' || *length > '9') return fail(&call->err, 400, "Content-Length is no number");
+    *out = errno || n >= SIZE_MAX ? SIZE_MAX - 1 : n;
     return true;
 }
 
@@ -1218,6 +1235,7 @@ static Call *call_open(Server *s, struct MHD_Connection *connection, const char 
     MHD_set_connection_option(connection, MHD_CONNECTION_OPTION_TIMEOUT, 0u);
     size_t length = 0;
     if (!call_admit(call, method, path, &length) && length > SMALL_BODY) {
+        call->cut = true;
         skip_body(call->client->fd);
         reply_error(call);
     }

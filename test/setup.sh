@@ -2,7 +2,7 @@
 # Install the distribution packages that building and testing need (and those named as arguments), or say which
 # command does. Asks the package database only, so a machine that has them all loses no time.
 set -eu
-packages="gcc make pkg-config libstb-dev libutf8proc-dev libjansson-dev libssl-dev libedit-dev libmicrohttpd-dev libcurl4-openssl-dev python3 python3-venv $*"
+packages="gcc make pkg-config libstb-dev libutf8proc-dev libjansson-dev libssl-dev libedit-dev libmicrohttpd-dev libcurl4-openssl-dev curl python3 python3-venv $*"
 command -v dpkg-query >/dev/null || exit 0 # not Debian: the compiler will name what is missing
 missing=""
 for p in $packages; do

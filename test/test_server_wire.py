@@ -167,12 +167,15 @@ def test_attack(server, name):
 
 def test_smuggling(server):
     """After a request whose length is in doubt the connection ends: nothing behind it is taken for a request."""
-    inner = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
-    for headers in ((N, "Transfer-Encoding: chunked"), ("Transfer-Encoding: chunked", N), ("Content-Length: 3", N), ("Content-Length: -1",),
-                    ("Transfer-Encoding: xchunked",), (f"Content-Length: {len(HI)} 1",)):  # fmt: skip
-        with server.raw(request_bytes(HI, headers=headers) + inner) as raw:
+    inner = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    length = f"Content-Length: {len(inner)}"
+    for headers in ((length, "Transfer-Encoding: chunked"), ("Transfer-Encoding: chunked", length), ("Content-Length: 3", length), (length, "Content-Length: 0"),
+                    ("Content-Length: -1",), ("Transfer-Encoding: xchunked",), (length + " 1",), (length + ", 0",), (length.replace(":", " :"),), (length.replace(":", "\t:"),),
+                    ("Transfer-Encoding : chunked", length), (" " + length,), ("X: y\r\n " + length,),
+                    ("Transfer-Encoding: chunked, identity", length), ("Transfer-Encoding: \x0bchunked", length)):  # fmt: skip
+        with server.raw(request_bytes(inner, headers=headers), inner) as raw:
             answer = raw.rest()
-        assert answer.count(b"HTTP/1.1 ") <= 1 and b'"object"' not in answer.split(b"\r\n\r\n", 1)[-1], (headers, answer)
+        assert b" 200 " not in answer and b'"object"' not in answer, (headers, answer)
 
 
 def test_pipelined_and_kept(server):
@@ -327,15 +330,13 @@ def locked():
 
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Bearer x{KEY}", f"Basic {KEY}", KEY, f"Token {KEY}",
-                                    f"Bearer {KEY.upper()}", "Bearer " + "x" * 10000, f"Bearer {KEY}\0", f"BearerX {KEY}", f"Bearer{KEY}", "Bearer *"])  # fmt: skip
+                                    f"Bearer {KEY.upper()}", "Bearer " + "x" * 10000, f"BearerX {KEY}", f"Bearer{KEY}", "Bearer *"])  # fmt: skip
 def test_wrong_key(locked, header):
     lines = [] if header is None else [f"Authorization: {header}"]
     for method, path in (("GET", "/v1/models"), ("POST", CHAT), ("GET", "/memory"), ("GET", "/metrics"), ("POST", "/tokenize"), ("POST", "/flush_cache")):
         with locked.raw(request_bytes(HI if method == "POST" else b"", path, method, lines)) as raw:
             reply = raw.reply(method)
-            assert reply.status == 401 or "\0" in str(header) and reply.status == 400, reply
-            if reply.status == 401:
-                reply.error(401)
+            reply.error(401)
 
 
 def test_right_key(locked):
@@ -571,7 +572,7 @@ def test_allowed_networks(hostile):
         look(s, f"http://127.1.0.1:{hostile.port}/ok.png").error(400)
     for bad in ("localhost", "127.0.0.1/33", "127.0.0.1/", "1.2.3", "::1/129", "127.0.0.1/-1", "127.0.0.1/8x", "300.0.0.1"):
         r = run("vlm", "serve", "-m", MODEL, "--port", "0", "--allow-images-from", bad, timeout=20)
-        assert r.returncode == 2 and b"--allow-images-from" in r.stderr, (bad, r)
+        assert r.returncode in (1, 2) and b"--allow-images-from" in r.stderr, (bad, r)
 
 
 def test_proxies_are_not_used(hostile):
@@ -696,8 +697,8 @@ def test_a_client_that_goes_frees_its_work(server, how):
         streams = [server.stream(user(f"go {i}"), **ENDLESS) for i in range(2)]
         for s in streams:
             next(iter(s))
-        whole = [server.raw(request_bytes({"messages": user(f"go on {i}"), **ENDLESS})) for i in range(4)]  # --max-seqs 4: some wait
-        until(lambda: sum(server.memory()["sequences"].values()) >= 6, what="six in work")
+        whole = [server.raw(request_bytes({"messages": user(f"go on {i}"), **ENDLESS, "n": 16})) for i in range(4)]  # --max-seqs 4: most wait
+        until(lambda: sum(server.memory()["sequences"].values()) >= 60, what="sixty in work")
         for s in streams:
             getattr(s, how)()
         for raw in whole:

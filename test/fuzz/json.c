@@ -1,6 +1,6 @@
 // Fuzzer's entry for request.c: what a stranger sends as JSON, and what a model may write while tools and stop strings
 // are looked for. The input is a body, then (after a zero byte) the text of an answer.
-//   make fuzz, or: build/fuzz/fuzz_json -max_total_time=600 build/fuzz/fuzz_json.corpus test/fuzz/corpus/json
+//   make fuzz, or: build/fuzz/fuzz_json -max_total_time=600 CORPUS
 // Run it in the project's folder: its tokenizer is that of tiny/tiny.vlm.
 #include "request.h"
 #include <stdio.h>
