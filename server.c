@@ -1088,8 +1088,8 @@ static void page(Call *call) {
         MHD_create_response_from_buffer((size_t)(page_html_end - page_html), (void *)page_html, MHD_RESPMEM_PERSISTENT);
     MHD_add_response_header(r, "Content-Security-Policy",
                             "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-                            "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-                            "frame-ancestors 'none'");
+                            "img-src data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+                            "frame-ancestors 'none'; require-trusted-types-for 'script'");
     reply(call, 200, "text/html; charset=utf-8", r);
 }
 

@@ -1498,7 +1498,7 @@ static void batch_build(Engine *e) {
         b->kv_len[b->B++] = s->computed + s->take;
         b->cu_seqlens[b->B] = b->T;
         if (s->computed + s->take < s->seq.n_tokens) continue;
-        memcpy(b->counts + b->n_counts, s->counts, s->n_counts * sizeof *s->counts);
+        if (s->n_counts) memcpy(b->counts + b->n_counts, s->counts, s->n_counts * sizeof *s->counts);
         b->rows[b->R] = (SampleRow){s->sampling, s->seq.n_tokens - s->seq.n_prompt, b->n_counts, s->n_counts};
         b->n_counts += s->n_counts;
         b->logit_row[b->R++] = b->T - 1;
