@@ -57,11 +57,14 @@ class Soaked(Server):
 
     def call(self, method, path, body=None):
         """(status, object)"""
-        if not hasattr(self.connections, "c"):
-            self.connections.c = http.client.HTTPConnection(self.host, self.port, timeout=600)
-        self.connections.c.request(method, path, body, {"Content-Type": "application/json"} if body else {})
-        reply = self.connections.c.getresponse()
-        return reply.status, json.loads(reply.read())
+        mine, now = self.connections, time.monotonic()
+        if now - getattr(mine, "used", -1e9) > 10:  # none yet, or the server might close it as idle in this moment
+            mine.c = http.client.HTTPConnection(self.host, self.port, timeout=600)
+        mine.c.request(method, path, body, {"Content-Type": "application/json"} if body else {})
+        reply = mine.c.getresponse()
+        answer = reply.status, json.loads(reply.read())
+        mine.used = time.monotonic()
+        return answer
 
     def memory(self):
         m = self.call("GET", "/memory")[1]
