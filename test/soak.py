@@ -158,6 +158,16 @@ class Loop:
         self.known = [small_picture(-1 - i) for i in range(8)]
         self.answers, self.reference, self.flushed = {}, None, None
 
+    def use_all(self):
+        """Touch what is planned once, so that its pages are resident before any are counted: texts until no block is free."""
+        with ThreadPoolExecutor(TOGETHER) as pool:
+            for n in range(100):
+                texts = [f"{n} {i} " * 200 for i in range(TOGETHER)]
+                list(pool.map(lambda t: self.server.call("POST", CHAT, body(small_picture(-9), system=t)), texts))
+                if self.server.memory()["blocks"]["free"] == 0:
+                    break
+        check(self.flush()["owners"][1]["peak"] > 0, "blocks were used")
+
     def one(self, _):
         with self.lock:
             n = self.asked
@@ -252,6 +262,7 @@ def run(args, log):
     if args.requests or args.seconds:
         with Soaked(log) as server:
             loop = Loop(server)
+            loop.use_all()
             for at_once in (1, TOGETHER):
                 loop.phase(at_once, (args.requests or 0) // 2, args.seconds / 2)
     if not args.at_once or not args.sides:
