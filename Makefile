@@ -1,6 +1,6 @@
 # vlm.c: `make chat` talks about a picture, `make test` runs the tests; each sets up what it needs.
-# Variables: CC, BUILD (folder of what is built), SANITIZE (e.g. address,undefined), ARGS (for chat), SECONDS (for fuzz and soak),
-# REQUESTS (for soak).
+# Variables: CC, BUILD (folder of what is built), SANITIZE (e.g. address,undefined), ARGS (for chat, bench), PEER (for bench-peer), SECONDS (for fuzz and
+# soak), REQUESTS (for soak).
 
 CC       ?= cc
 BUILD    ?= build
@@ -24,10 +24,10 @@ NVCC := $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc
 CUDA ?= $(if $(filter compute_100,$(if $(NVCC),$(shell $(NVCC) --list-gpu-arch))),1,0)
 GPUS := $(foreach a,80 90 100,-gencode arch=compute_$a,code=sm_$a) -gencode arch=compute_100,code=compute_100
 NVCCFLAGS := -std=c++20 -O3 -fmad=false -Werror all-warnings -Xptxas -v -Xcompiler -Wall,-Wextra -I.
-EMULATE = g++ -std=c++20 -DCUDA_ON_CPU $(if $(RACES),-DCUDA_ON_CPU_RACES -fsanitize=thread) -Wno-unknown-pragmas \
+EMULATE = g++ -std=c++20 $(if $(RACES),-DCUDA_ON_CPU_RACES -fsanitize=thread) -Wno-unknown-pragmas \
 	-Wno-unused-function -fno-strict-aliasing $(filter-out -std=c11 -fopenmp -Wno-psabi,$(CFLAGS)) -c -x c++
 ifneq ($(CUDA),0)
-override CFLAGS += -DHAVE_CUDA
+override CFLAGS += -DHAVE_CUDA $(if $(filter cpu,$(CUDA)),-DCUDA_ON_CPU)
 CUDA_OBJECTS := $(BUILD)/cuda.o $(if $(RACES),$(BUILD)/races.o)
 CUDA_LIBS := $(if $(filter 1,$(CUDA)),$(sort $(shell $(NVCC) --dryrun -x cu /dev/null 2>&1 | grep -o '"-L[^"]*"')) \
 	-lcudart_static -ldl -lrt -lpthread) -lstdc++
@@ -40,7 +40,8 @@ FUZZ   := $(patsubst test/fuzz/%.c,build/fuzz/fuzz_%,$(wildcard test/fuzz/*.c))
 PYTEST  = VLM_BUILD=$(BUILD) $(PY) -m pytest -q
 APART  := --ignore=test/parity --ignore=test/cuda --ignore=test/test_page.py # tests with a target of their own
 
-.PHONY: all cuda test-cuda test-page chat test tests asan tsan parity fuzz simulate soak docs setup venv help clean
+.PHONY: all cuda test-cuda test-page chat test tests asan tsan parity fuzz bench bench-peer simulate soak docs setup venv \
+	help clean
 .DELETE_ON_ERROR:
 
 all: setup ## build ./vlm (the default)
@@ -132,6 +133,12 @@ fuzz: venv ## damaged pictures, JSON and HTTP, for SECONDS each (libFuzzer, and 
 	@$(MAKE) --no-print-directory BUILD=build/asan CUDA=0 SANITIZE=address,undefined CFLAGS="-O2 -march=native" build/asan/vlm
 	VLM_BUILD=build/asan $(PY) test/fuzz_http.py $(SECONDS)
 
+bench: all ## the speed of every stage, with limits (ARGS="-m model.vlm", "--profile")
+	./vlm bench $(ARGS)
+
+bench-peer: all ## the same beside llama.cpp, in turns (PEER=the folder of one built as docs/speed.md says)
+	$(PY) test/bench_peer.py $(if $(PEER),"$(PEER)") $(ARGS)
+
 simulate: all ## the loads that kill large engines, at full scale, on the null device
 	python3 test/simulate.py
 
@@ -150,7 +157,7 @@ venv: setup
 	@$(PY) -m pip install -q --disable-pip-version-check -r test/requirements.txt
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile | awk -F': ' '{ printf "  make %-9s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile | awk -F': ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
 
 clean: ## remove what was built
 	rm -rf build vlm

@@ -79,6 +79,7 @@ typedef struct Settings {
     int n_images;
     EngineOptions engine;
     ServeOptions serve;
+    BenchOptions bench;
     Sampling sampling; // but for these two:
     int64_t seed;      // -1: a random one for each answer
     int logprobs;      // -1: none
@@ -123,8 +124,11 @@ static const Option options[] = {
     {0, "trace", "FILE", TEXT, AT(engine.trace), 0, 0, CHAT | BENCH | SERVE, "Chrome trace of the steps"},
     {0, "shape", "NAME", TEXT, AT(shape), 0, 0, MAP | BENCH, "instead of a model: qwen2.5-vl-3b, -7b, -32b or -72b"},
     {0, "load", "LOAD", TEXT, AT(load), 0, 0, BENCH, "images=WxH,concurrency=N,requests=N,prompt=N,output=N"},
-    {0, "roofline", "NAME", TEXT, AT(roofline), 0, 0, BENCH, "of the null device: h100 (default), h200, rtx4090, here"},
-    {0, "type", "TYPE", TEXT, AT(type), 0, 0, MAP, "of the shape's weights: f32 or bf16 (default)"},
+    {0, "stages", "LIST", TEXT, AT(bench.stages), 0, 0, BENCH, "vision=PIXELS,prefill=TOKENS,decode=SEQUENCES,..."},
+    {0, "repeat", "N", INT, AT(bench.repeat), 1, 100, BENCH, "times that a stage runs (default 3)"},
+    {0, "profile", NULL, FLAG, AT(bench.profile), 0, 0, BENCH, "where the time goes, by operation"},
+    {0, "roofline", "NAME", TEXT, AT(roofline), 0, 0, BENCH, "limits of a GPU: h100 (default of null), h200, rtx4090"},
+    {0, "type", "TYPE", TEXT, AT(type), 0, 0, MAP | BENCH, "of the shape's weights: f32, bf16 (default), q8, q4"},
     {0, "decode", NULL, FLAG, AT(decode), 0, 0, TOKENIZE, "the way back: a JSON array of ids to text"},
     {.name = "sampling"},
     {'n', "max-tokens", "N", INT, AT(max_tokens), 1, MANY, CHAT, "of an answer (default: what the context leaves)"},
@@ -197,7 +201,7 @@ static void help_print(void) {
          "  vlm [chat] [-m FILE] [-i IMAGE]... [-p PROMPT]   one answer to -p or piped text, else a conversation\n"
          "  vlm serve [-m FILE] [--host H] [--port P]        OpenAI-compatible server, and a page for people\n"
          "  vlm map [-m FILE | --shape NAME]                 the memory plan: every byte and its owner\n"
-         "  vlm bench [-m FILE | --shape NAME --device null] --load LOAD   serve a load and measure\n"
+         "  vlm bench [-m FILE | --shape NAME] [--load LOAD]  the speed of each stage, or of serving a load\n"
          "  vlm tokenize [-m FILE] < TEXT                    the ids of a text as a JSON array; --decode: back\n"
          "  vlm help                                         this text");
     for (const Option *o = options; o < options + N_OPTIONS; o++) {
@@ -305,8 +309,8 @@ static void settings_check(const Settings *s) {
     if (s->logprobs >= 0 && !s->json && !s->chats) usage("--logprobs needs --json");
     if (s->shape && s->model) usage("-m and --shape do not go together");
     if (s->type && !s->shape) usage("--type needs --shape: a model file has its own type");
-    if (s->type && strcmp(s->type, "f32") != 0 && strcmp(s->type, "bf16") != 0)
-        usage("--type '%s': give f32 or bf16", s->type);
+    Dtype type;
+    if (s->type && !dtype_find(s->type, &type)) usage("--type '%s': give f32, bf16, q8 or q4", s->type);
     if (!device_find(s->device)) usage("--device '%s': not built in; this program has %s", s->device, DEVICES);
     if (s->command & (CHAT | SERVE) && device_find(s->device) == &device_null)
         usage("--device null computes nothing: it is for 'vlm bench' and 'vlm map'");
@@ -319,9 +323,9 @@ static void settings_check(const Settings *s) {
         usage("%s", err.message);
     free(networks);
     if (s->command != BENCH) return;
-    if (!s->load) usage("vlm bench needs --load, as in --load images=640x480,concurrency=8,requests=100");
-    if (s->shape && device_find(s->device) != &device_null)
-        usage("--shape has no weights to compute with: add --device null, or name a model with -m");
+    if (s->load && (s->bench.stages || s->bench.profile || s->bench.repeat))
+        usage("--stages, --repeat and --profile do not go with --load");
+    if (s->engine.trace && !s->load) usage("--trace needs --load");
 }
 
 static Command command_parse(int *argc, char ***argv) {
@@ -816,9 +820,26 @@ static void map_row(const char *name, const Owner *o, const char *what) {
            size_text(used, (double)o->used), size_text(peak, (double)o->peak), what);
 }
 
+// The device's memory, all of it: what the owners have there, and what its driver reports beside them.
+static void driver_print(const MemoryMap *m) {
+    const DeviceMemory *d = &m->driver;
+    size_t ours = m->total - m->owners[OWNER_IO].bytes, parts = d->context + ours + d->slack + d->available;
+    bool taken = d->total - d->available >= d->context + ours; // and not only planned
+    printf("\n  the memory of the device, as its driver reports it\n");
+    printf("  %-8s %16zu  in use before: the driver's context, our code, other programs\n", "context", d->context);
+    if (taken) {
+        printf("  %-8s %16zu  weights, kv, images and arena; io is the host's\n", "owners", ours);
+        printf("  %-8s %16zu  the end of the last page\n", "slack", d->slack);
+    }
+    printf("  %-8s %16zu\n", "free", d->available);
+    if (taken && parts != d->total)
+        printf("  %-8s %16zd  other programs, since\n", "others", (ssize_t)(d->total - parts));
+    printf("  %-8s %16zu\n", "total", d->total);
+}
+
 static void map_print(const MemoryMap *m, const Config *config, size_t workspace) {
     static const char *const what[N_OWNERS] = {
-        "as in the model file, read in place", "keys and values of tokens, in blocks",
+        "the model's tensors, as in its file", "keys and values of tokens, in blocks",
         "pictures: their rows, and one in the vision tower", "one step's intermediate results",
         "ids, positions, block tables, patches, sampled tokens"};
     char block[24], token[24], slot[24], tower[24], work[24];
@@ -841,9 +862,7 @@ static void map_print(const MemoryMap *m, const Config *config, size_t workspace
            m->slots, size_text(slot, (double)m->slot_bytes), m->slots_used, m->slots_pinned, (long long)m->image_hits,
            (long long)m->image_misses, (long long)m->image_evictions, size_text(tower, (double)m->tower_bytes));
     printf("  host     %s to decode pictures in, outside of the total\n", size_text(work, (double)workspace));
-    if (m->device_held)
-        printf("  device   %s for its driver, the code and its scratch, outside of the total\n",
-               size_text(work, (double)m->device_held));
+    if (m->driver.total) driver_print(m);
 }
 
 static int map_command(const Settings *settings) {
@@ -854,8 +873,10 @@ static int map_command(const Settings *settings) {
     bool ok;
     if (settings->shape) {
         ok = config_shape(settings->shape, &config, &err);
-        if (ok) config.type = settings->type && strcmp(settings->type, "f32") == 0 ? F32 : BF16;
-        ok = ok && engine_plan(&config, config_weight_bytes(&config), &device_cpu, &settings->engine, &map, &err);
+        Dtype type;
+        const Device *device = settings->device ? device_find(settings->device) : &device_cpu;
+        if (ok && settings->type && dtype_find(settings->type, &type)) config_retype(&config, type);
+        ok = ok && engine_plan(&config, config_weight_bytes(&config), device, &settings->engine, &map, &err);
     } else {
         ok = session_open(&s, settings, &err);
         if (ok) engine_map(s.engine, &map);
@@ -1608,7 +1629,7 @@ static void repl_greet(const Repl *r) {
     const char *base = strrchr(s->path, '/');
     char bytes[24], figures[160];
     snprintf(figures, sizeof figures, " (%s, %s) on %s, %d thread%s, context %d tokens",
-             size_text(bytes, (double)modelfile_bytes(s->model->file)), s->model->config.type == F32 ? "f32" : "bf16",
+             size_text(bytes, (double)modelfile_bytes(s->model->file)), dtype_name(s->model->config.text_type),
              s->device->name, omp_get_max_threads(), omp_get_max_threads() > 1 ? "s" : "",
              engine_options(s->engine)->ctx);
     repl_line("vlm.c: ", name ? name : base ? base + 1 : s->path, figures);
@@ -1708,25 +1729,44 @@ static Roofline roofline_here(void) {
         r.bandwidth = fmax(r.bandwidth, 2.0 * N * K / (t1 - t0)), r.flops = fmax(r.flops, 2.0 * T * N * K / (t2 - t1));
     }
     free(w), free(x), free(y);
+    r.peak_bandwidth = r.bandwidth, r.peak_flops = r.flops;
     return r;
+}
+
+static Model *bench_model(const Settings *settings, Error *err) {
+    Config config;
+    if (settings->shape) {
+        if (!config_shape(settings->shape, &config, err)) return NULL;
+        Dtype type;
+        if (settings->type && dtype_find(settings->type, &type)) config_retype(&config, type);
+        return device_find(settings->device) == &device_null ? model_shape(&config) : model_random(&config, err);
+    }
+    char *path = settings->model ? need(strdup(settings->model)) : default_model(err);
+    Model *model = path ? model_open(path, err) : NULL;
+    free(path);
+    return model;
 }
 
 static int bench_command(const Settings *settings) {
     Error err = {0};
     Roofline r = {0};
+    const Device *device = device_find(settings->device);
+    BenchOptions bench = settings->bench;
     const char *name = settings->roofline ? settings->roofline : "h100";
     if (strcmp(name, "here") == 0)
         r = roofline_here();
     else if (!null_preset(name, &r))
         usage("--roofline '%s': known are h100, h200, rtx4090 and here", name);
     null_use(&r);
-    char *path = settings->shape ? NULL : settings->model ? need(strdup(settings->model)) : default_model(&err);
-    Model *model = settings->shape ? model_shape(settings->shape, &err) : path ? model_open(path, &err) : NULL;
-    bool ok = model &&
-              bench_load(model, device_find(settings->device), &settings->engine, settings->load, settings->json, &err);
+    if (settings->roofline || device == &device_null) bench.roofline = &r;
+    if (!bench.repeat) bench.repeat = 3;
+    bench.json = settings->json;
+    Model *model = bench_model(settings, &err);
+    bool ok =
+        model && (settings->load ? bench_load(model, device, &settings->engine, settings->load, settings->json, &err)
+                                 : bench_stages(model, device, &settings->engine, &bench, &err));
     if (!ok) fprintf(stderr, "vlm: %s\n", err.message);
-    if (model) model_close(model);
-    free(path);
+    model_close(model);
     return ok ? 0 : 1;
 }
 
@@ -1734,7 +1774,8 @@ static int bench_command(const Settings *settings) {
 // picture took 600 ms that takes 17 when they sleep, and on idle ones there is no difference to see. The OpenMP
 // runtime reads its settings before main() begins, so: set them, and begin again.
 static void sleep_between_operations(char **argv) {
-    if (getenv("OMP_WAIT_POLICY")) return;
+    if (getenv("OMP_WAIT_POLICY") || getenv("OMP_PROC_BIND"))
+        return; // bound threads stay: this one's core would be all
     setenv("OMP_WAIT_POLICY", "passive", 1);
     setenv("GOMP_SPINCOUNT", "3000", 0); // some microseconds: what one operation's end takes
     execv("/proc/self/exe", argv);       // where it fails, the program is slower on busy machines

@@ -1017,7 +1017,12 @@ json_t *map_json(const MemoryMap *m, size_t decode_workspace, size_t bodies, siz
                   (json_int_t)m->total, "owners", owners, "blocks", blocks, "images", images, "sequences", "running",
                   m->running, "waiting", m->waiting, "host", "decode_workspace", (json_int_t)decode_workspace, "bodies",
                   (json_int_t)bodies, "pictures", (json_int_t)pictures);
-    if (m->device_held) json_object_set_new(map, "device_held", json_integer((json_int_t)m->device_held));
+    const DeviceMemory *d = &m->driver;
+    if (d->total)
+        json_object_set_new(map, "driver",
+                            json_pack("{s:I, s:I, s:I, s:I}", "total", (json_int_t)d->total, "free",
+                                      (json_int_t)d->available, "context", (json_int_t)d->context, "slack",
+                                      (json_int_t)d->slack));
     return map;
 }
 

@@ -251,6 +251,7 @@ static void engine_run(Server *s) {
         for (Job *job = s->jobs; job; job = job->next)
             if (job->cancel || s->aborting) engine_cancel(s->engine, job->seq);
         if (!s->jobs) {
+            engine_step(s->engine); // which has nothing to do but to let go of a picture that nobody wants any more
             if (!s->ended) pthread_cond_wait(&s->engine_wake, &s->lock);
             continue;
         }

@@ -91,7 +91,28 @@ void ids_push(Ids *ids, int32_t id) {
     ids->data[ids->n++] = id;
 }
 
+static const char *const dtype_names[] = {"f32", "bf16", "q8", "q4"};
+
+const char *dtype_name(Dtype type) { return dtype_names[type]; }
+
+bool dtype_find(const char *name, Dtype *type) {
+    for (*type = F32; *type <= Q4; ++*type)
+        if (!strcmp(name, dtype_names[*type])) return true;
+    return false;
+}
+
 size_t dtype_bytes(Dtype type) { return type == F32 ? 4 : 2; }
+
+// All groups' numbers, then all groups' scales.
+size_t tile_bytes(Dtype type, int64_t cols) {
+    size_t groups = (cols + Q_GROUP - 1) / Q_GROUP;
+    return groups * Q_ROWS * (type == Q8 ? Q_GROUP : Q_GROUP / 2) + (groups * Q_ROWS * 2 + 63) / 64 * 64;
+}
+
+size_t matrix_bytes(Dtype type, int64_t rows, int64_t cols) {
+    if (type >= Q8) return (rows + Q_ROWS - 1) / Q_ROWS * tile_bytes(type, cols);
+    return (size_t)rows * cols * dtype_bytes(type);
+}
 
 static int div_up(int64_t a, int64_t b) { return (int)((a + b - 1) / b); }
 static size_t align_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
@@ -124,6 +145,7 @@ struct ModelFile {
     json_t *header;
     Tensor *tensors; // in the order of their data
     int n_tensors;
+    ModelFile *maker; // itself, when it is no file: it makes up the tensors that it is asked for
 };
 
 static int element_bytes(const char *dtype) {
@@ -160,6 +182,8 @@ static bool tensor_parse(const char *path, const char *name, json_t *entry, uint
         return fail(err, 500, "%s: tensor %.60s does not lie in the file: it is cut short or damaged", path, name);
     return true;
 }
+
+enum { MAX_MADE = 4096 }; // tensors of a file that is made up
 
 static int tensor_order(const void *a, const void *b) {
     const Tensor *x = a, *y = b;
@@ -245,11 +269,44 @@ const char *modelfile_text(const ModelFile *f, const char *key) {
     return json_string_value(json_object_get(json_object_get(f->header, "__metadata__"), key));
 }
 
+// Sixty-four random bits of a place: splitmix64, in order of places.
+static uint64_t random_bits(uint64_t place) {
+    uint64_t x = (place + 1) * 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
+
+// The next tensor of a file that is made up: of random signs and fractions, but one exponent, so that nothing
+// overflows.
+static const Tensor *tensor_make(ModelFile *f, const char *name, const char *dtype, int rank, const int64_t *dims) {
+    static const struct {
+        const char *dtype;
+        uint64_t random, fixed;
+    } kinds[] = {{"F32", 0x807fffff807fffff, 0x3f0000003f000000},  // 0.5 .. 1
+                 {"BF16", 0x807f807f807f807f, 0x3c803c803c803c80}, // 1/64 .. 1/32
+                 {"", 0x9f9f9f9f9f9f9f9f, 0x2020202020202020}};    // bytes; pairs of them are finite as f16, too
+    Tensor *t = &f->tensors[f->n_tensors++];
+    json_object_set_new(f->header, name, json_null());
+    t->name = json_object_iter_key(json_object_iter_at(f->header, name)); // owned there
+    t->dtype = dtype, t->rank = rank, t->begin = t == f->tensors ? 0 : align_up(t[-1].end, 64);
+    size_t bytes = element_bytes(dtype), kind = 0;
+    for (int i = 0; i < rank; i++) bytes *= t->dims[i] = dims[i];
+    t->end = t->begin + bytes;
+    assert(f->n_tensors <= MAX_MADE && t->end <= f->size);
+    while (*kinds[kind].dtype && strcmp(kinds[kind].dtype, dtype)) kind++;
+    uint64_t *data = (uint64_t *)(f->map + t->begin), random = kinds[kind].random, fixed = kinds[kind].fixed;
+#pragma omp parallel for
+    for (size_t i = 0; i < bytes / 8; i++) data[i] = (random_bits(t->begin / 8 + i) & random) | fixed;
+    return t;
+}
+
 const void *modelfile_tensor(const ModelFile *f, const char *name, const char *dtype, int rank, int64_t *dims,
                              Error *err) {
     const Tensor *t = NULL;
     for (int i = 0; i < f->n_tensors && !t; i++)
         if (!strcmp(f->tensors[i].name, name)) t = &f->tensors[i];
+    if (!t && f->maker) t = tensor_make(f->maker, name, dtype, rank, dims);
     if (!t) return fail(err, 500, "%s: tensor %s is missing: export the model again", f->path, name), NULL;
     bool fits = t->rank == rank && !strcmp(t->dtype, dtype);
     for (int i = 0; i < rank && fits; i++) fits = dims[i] < 0 || dims[i] == t->dims[i];
@@ -370,17 +427,44 @@ static void image_config_read(Fields f, const VisionConfig *v, ImageConfig *c) {
     if (f.ok && c->min_pixels > c->max_pixels) fail(f.err, 500, "the model's min_pixels are over its max_pixels");
 }
 
+// The matrices' types: `type`, and the others where they differ from it.
+static bool types_read(const ModelFile *file, Config *c, Error *err) {
+    const struct {
+        const char *key;
+        Dtype *type;
+    } types[] = {{"type", &c->text_type},
+                 {"embed_type", &c->embed_type},
+                 {"head_type", &c->head_type},
+                 {"vision_type", &c->vision_type}};
+    for (int i = 0; i < 4; i++) {
+        const char *name = modelfile_text(file, types[i].key);
+        *types[i].type = c->text_type;
+        if (!name && i) continue;
+        if (!name || !dtype_find(name, types[i].type))
+            return fail(err, 500, "%s: %s \"%.20s\" is unknown, this program reads f32, bf16, q8 and q4", file->path,
+                        types[i].key, name ? name : "");
+        if ((*types[i].type == F32) != (c->text_type == F32))
+            return fail(err, 500, "%s: its matrices are of f32 and of other types, which do not go together",
+                        file->path);
+    }
+    c->type = compute_type(c->text_type);
+    return true;
+}
+
+void config_retype(Config *c, Dtype type) {
+    c->type = compute_type(type), c->text_type = type;
+    c->embed_type = c->head_type = type == Q4 ? Q8 : type;
+    c->vision_type = compute_type(type);
+}
+
 static bool config_read(const ModelFile *file, Config *c, Error *err) {
     *c = (Config){0};
     *err = (Error){0};
-    const char *arch = modelfile_text(file, "architecture"), *type = modelfile_text(file, "type");
+    const char *arch = modelfile_text(file, "architecture");
     if (!arch || strcmp(arch, "qwen2.5-vl"))
         return fail(err, 500, "%s: architecture \"%.40s\" is unknown, this program runs \"qwen2.5-vl\"", file->path,
                     arch ? arch : "");
-    if (!type || (strcmp(type, "f32") && strcmp(type, "bf16")))
-        return fail(err, 500, "%s: weight type \"%.20s\" is unknown, this program reads f32 and bf16", file->path,
-                    type ? type : "");
-    c->type = strcmp(type, "f32") ? BF16 : F32;
+    if (!types_read(file, c, err)) return false;
     const char *config_text = modelfile_text(file, "config"), *preprocess_text = modelfile_text(file, "preprocess");
     json_t *config = json_loads(config_text ? config_text : "", JSON_REJECT_DUPLICATES, NULL);
     json_t *preprocess = json_loads(preprocess_text ? preprocess_text : "", JSON_REJECT_DUPLICATES, NULL);
@@ -415,7 +499,6 @@ bool config_shape(const char *name, Config *config, Error *err) {
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
         if (strcmp(name, shapes[i].name)) continue;
         *config = (Config){
-            .type = BF16,
             .text = {.layers = shapes[i].layers,
                      .hidden = shapes[i].hidden,
                      .ff = shapes[i].ff,
@@ -451,6 +534,7 @@ bool config_shape(const char *name, Config *config, Error *err) {
             .eos = {151645, 151643},
             .n_eos = 2,
         };
+        config_retype(config, BF16);
         return true;
     }
     return fail(err, 400, "unknown shape %.40s: known are qwen2.5-vl-3b, -7b, -32b and -72b", name);
@@ -463,35 +547,39 @@ bool config_shape(const char *name, Config *config, Error *err) {
 typedef struct Binder {
     const ModelFile *file; // NULL: count
     const char *place;     // where the file's data have been copied to; NULL: the map itself
-    Dtype type;
+    Dtype type;            // of the matrices to come
     size_t bytes;
     Error *err;
     bool ok;
 } Binder;
 
-static const void *bind_tensor(Binder *b, Dtype type, int rank, int64_t rows, int64_t cols, const char *format,
-                               int layer) {
-    b->bytes += align_up((size_t)rows * cols * dtype_bytes(type), 64);
+static const void *bind_tensor(Binder *b, const char *dtype, size_t bytes, int rank, int64_t rows, int64_t cols,
+                               const char *format, int layer) {
+    b->bytes += align_up(bytes, 64);
     if (!b->file || !b->ok) return NULL;
     char name[64];
     snprintf(name, sizeof name, format, layer);
     int64_t dims[2] = {rows, cols};
-    const char *data = modelfile_tensor(b->file, name, type == F32 ? "F32" : "BF16", rank, dims, b->err);
+    const char *data = modelfile_tensor(b->file, name, dtype, rank, dims, b->err);
     if (!data) b->ok = false;
     return data && b->place ? b->place + (data - modelfile_data(b->file)) : data;
 }
 
+// Quantised, a matrix is bytes: a row of the file's tensor is a tile.
 static const void *bind_matrix(Binder *b, int64_t rows, int64_t cols, const char *format, int layer) {
-    return bind_tensor(b, b->type, 2, rows, cols, format, layer);
+    size_t bytes = matrix_bytes(b->type, rows, cols);
+    if (b->type >= Q8)
+        return bind_tensor(b, "U8", bytes, 2, div_up(rows, Q_ROWS), tile_bytes(b->type, cols), format, layer);
+    return bind_tensor(b, b->type == F32 ? "F32" : "BF16", bytes, 2, rows, cols, format, layer);
 }
 
 static const float *bind_vector(Binder *b, int64_t n, const char *format, int layer) {
-    return bind_tensor(b, F32, 1, n, 1, format, layer);
+    return bind_tensor(b, "F32", n * sizeof(float), 1, n, 1, format, layer);
 }
 
 static bool weights_bind(Weights *w, const Config *config, const ModelFile *file, const char *place, size_t *bytes,
                          Error *err) {
-    Binder b = {.file = file, .place = place, .type = config->type, .err = err, .ok = true};
+    Binder b = {.file = file, .place = place, .type = config->vision_type, .err = err, .ok = true};
     const VisionConfig *v = &config->vision;
     int C = v->hidden, F = v->ff, merged = v->merge * v->merge * C;
     w->vision = xcalloc(v->layers, sizeof *w->vision);
@@ -519,7 +607,9 @@ static bool weights_bind(Weights *w, const Config *config, const ModelFile *file
     C = t->hidden, F = t->ff;
     int heads_out = t->heads * t->head_dim, qkv = heads_out + 2 * t->kv_heads * t->head_dim;
     w->text = xcalloc(t->layers, sizeof *w->text);
+    b.type = config->embed_type;
     w->embed = bind_matrix(&b, t->vocab, C, "text.embed", 0);
+    b.type = config->text_type;
     for (int i = 0; i < t->layers; i++)
         w->text[i] = (TextLayer){
             .norm1 = bind_vector(&b, C, "text.%02d.norm1", i),
@@ -531,6 +621,7 @@ static bool weights_bind(Weights *w, const Config *config, const ModelFile *file
             .down = bind_matrix(&b, C, F, "text.%02d.down", i),
         };
     w->norm = bind_vector(&b, C, "text.norm", 0);
+    b.type = config->head_type;
     w->head = t->tied ? w->embed : bind_matrix(&b, t->vocab, C, "text.head", 0);
     if (bytes) *bytes = b.bytes;
     return b.ok;
@@ -562,12 +653,27 @@ Model *model_open(const char *path, Error *err) {
     return NULL;
 }
 
-Model *model_shape(const char *name, Error *err) {
+Model *model_shape(const Config *config) {
     Model *m = xcalloc(1, sizeof *m);
-    if (config_shape(name, &m->config, err)) {
-        weights_bind(&m->weights, &m->config, NULL, NULL, NULL, NULL);
-        return m;
-    }
+    m->config = *config;
+    weights_bind(&m->weights, config, NULL, NULL, NULL, NULL);
+    return m;
+}
+
+Model *model_random(const Config *config, Error *err) {
+    Model *m = xcalloc(1, sizeof *m);
+    ModelFile *f = m->file = xcalloc(1, sizeof *f);
+    m->config = *config;
+    f->maker = f, f->path = strdup("random weights"), f->header = json_object();
+    f->tensors = xcalloc(MAX_MADE, sizeof *f->tensors);
+    f->size = config_weight_bytes(config);
+    void *map = mmap(NULL, f->size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    bool ok = map != MAP_FAILED || fail(err, 500, "no memory for %zu bytes of random weights", f->size);
+    f->map = ok ? map : NULL;
+#ifdef MADV_HUGEPAGE
+    if (ok) madvise(map, f->size, MADV_HUGEPAGE);
+#endif
+    if (ok && weights_bind(&m->weights, config, f, NULL, NULL, err)) return m;
     model_close(m);
     return NULL;
 }
@@ -669,9 +775,10 @@ typedef struct SequenceState {
     int take;     // tokens this step computes
     bool cancelled, running, admitted_before;
     int *blocks, n_blocks;
-    int n_hashed;       // full blocks whose hash is known
-    uint8_t hash[32];   // of the last of those: the chain so far
-    TokenCount *counts; // of tokens whose logits are changed, each once
+    int n_named;          // blocks that the pool knows by their content
+    uint8_t (*names)[32]; // of its full blocks: a chain of hashes,
+    int n_names;          // as far as it has been asked for
+    TokenCount *counts;   // of tokens whose logits are changed, each once
     int n_counts;
     int32_t *count_of;          // (V): 1 + a token's place in counts; NULL: nothing changes logits
     struct SequenceState *next; // waiting
@@ -728,7 +835,7 @@ struct Engine {
 
     void *base; // the device's one allocation: weights where they are copied, kv, images, arena
     size_t reserved;
-    size_t kv_bytes, image_bytes, io_bytes;
+    size_t kv_bytes, image_bytes, arena_bytes, io_bytes; // the last two with what the device wants of them
     char *kv;
     float *image_rows;
     Arena arena, io;
@@ -888,7 +995,7 @@ static void tower_embed(Engine *e, const Image *image, int n) {
     if (image && image->pixels) image_fill_patches(image, c, e->vision.order + t->next, n, type, e->vision.patches);
     const void *patches = upload(e, e->vision.patches, bytes);
     tap(e, "patches", 0, patches, type, n, dim);
-    e->device->linear(hidden, F32, patches, e->weights.patch_embed, type, NULL, n, C, dim, false);
+    e->device->linear(hidden, F32, patches, e->weights.patch_embed, e->config.vision_type, NULL, n, C, dim, false);
     tap(e, "patch_embed", 0, hidden, F32, n, C);
 }
 
@@ -902,7 +1009,7 @@ static void tower_qkv(Engine *e, int n) {
     size_t row = t->next, turn = row * (D / 2);
     void *normed = arena_alloc(&e->arena, (size_t)n * C * dtype_bytes(type)), *qkv = at(t->qkv, type, row * 3 * C);
     d->rmsnorm(normed, type, t->hidden + row * C, w->norm1, 1e-6f, n, C);
-    d->linear(qkv, type, normed, w->qkv, type, w->qkv_bias, n, 3 * C, C, false);
+    d->linear(qkv, type, normed, w->qkv, e->config.vision_type, w->qkv_bias, n, 3 * C, C, false);
     d->rope(qkv, type, 3 * C, t->cos + turn, t->sin + turn, n, 2 * H, D); // q's heads, then k's
 }
 
@@ -924,11 +1031,11 @@ static void tower_mix(Engine *e, int n) {
     void *act = arena_alloc(&e->arena, (size_t)n * F * dtype_bytes(type));
     d->attention_segments(mixed, type, t->qkv, full ? t->whole : t->windows, full ? 1 : t->n_windows, t->next, n, H,
                           C / H);
-    d->linear(hidden, F32, mixed, w->proj, type, w->proj_bias, n, C, C, true);
+    d->linear(hidden, F32, mixed, w->proj, e->config.vision_type, w->proj_bias, n, C, C, true);
     d->rmsnorm(normed, type, hidden, w->norm2, 1e-6f, n, C);
-    d->linear(wide, type, normed, w->gate_up, type, w->gate_up_bias, n, 2 * F, C, false);
+    d->linear(wide, type, normed, w->gate_up, e->config.vision_type, w->gate_up_bias, n, 2 * F, C, false);
     d->glu(act, wide, type, n, F);
-    d->linear(hidden, F32, act, w->down, type, w->down_bias, n, C, F, true);
+    d->linear(hidden, F32, act, w->down, e->config.vision_type, w->down_bias, n, C, F, true);
     tap(e, "vision.%02d", t->layer, hidden, F32, n, C);
 }
 
@@ -945,9 +1052,9 @@ static void tower_merge(Engine *e, int n) {
     void *normed = arena_alloc(&e->arena, (size_t)n * wide * dtype_bytes(type));
     void *up = arena_alloc(&e->arena, (size_t)n * wide * dtype_bytes(type));
     d->rmsnorm(normed, type, t->hidden + (size_t)t->next * wide, w->merger_norm, 1e-6f, n * group, C);
-    d->linear(up, type, normed, w->merger_up, type, w->merger_up_bias, n, wide, wide, false);
+    d->linear(up, type, normed, w->merger_up, e->config.vision_type, w->merger_up_bias, n, wide, wide, false);
     d->gelu(up, type, (size_t)n * wide);
-    d->linear(merged, F32, up, w->merger_down, type, w->merger_down_bias, n, out, wide, false);
+    d->linear(merged, F32, up, w->merger_down, e->config.vision_type, w->merger_down_bias, n, out, wide, false);
 }
 
 // Merged rows -> the picture's slots, in raster order.
@@ -1030,20 +1137,20 @@ static void text_layer(Engine *e, int layer, float *hidden, const TextInput *in,
     void *qkv = arena_alloc(&e->arena, (size_t)T * row * width); // q's heads, k's, v's
     void *mixed = arena_alloc(&e->arena, (size_t)T * H * D * width);
     d->rmsnorm(normed, type, hidden, w->norm1, c->eps, T, C);
-    d->linear(qkv, type, normed, w->qkv, type, w->qkv_bias, T, row, C, false);
+    d->linear(qkv, type, normed, w->qkv, e->config.text_type, w->qkv_bias, T, row, C, false);
     d->rope(qkv, type, row, in->cos, in->sin, T, H + H_kv, D);
     d->kv_store(kv, e->block_bytes, type, at(qkv, type, H * D), at(qkv, type, (H + H_kv) * D), row, in->slot, T, H_kv,
                 D);
     d->attention_paged(mixed, type, qkv, row, kv, e->block_bytes, in->block_table, e->table_stride, in->cu_seqlens,
                        in->kv_len, B, H, H_kv, D, 0);
-    d->linear(hidden, F32, mixed, w->out, type, NULL, T, C, H * D, true);
+    d->linear(hidden, F32, mixed, w->out, e->config.text_type, NULL, T, C, H * D, true);
 
     void *wide = arena_alloc(&e->arena, (size_t)T * 2 * F * width);
     void *act = arena_alloc(&e->arena, (size_t)T * F * width);
     d->rmsnorm(normed, type, hidden, w->norm2, c->eps, T, C);
-    d->linear(wide, type, normed, w->gate_up, type, NULL, T, 2 * F, C, false);
+    d->linear(wide, type, normed, w->gate_up, e->config.text_type, NULL, T, 2 * F, C, false);
     d->glu(act, wide, type, T, F);
-    d->linear(hidden, F32, act, w->down, type, NULL, T, C, F, true);
+    d->linear(hidden, F32, act, w->down, e->config.text_type, NULL, T, C, F, true);
     e->arena.used = mark;
 }
 
@@ -1066,7 +1173,7 @@ static void text_sample(Engine *e, const float *hidden) {
     Sampled *out = arena_alloc(&e->arena, R * sizeof *out);
     d->gather_rows(last, hidden, upload(e, b->logit_row, R * sizeof(int32_t)), R, C * sizeof(float));
     d->rmsnorm(normed, type, last, e->weights.norm, c->eps, R, C);
-    d->linear(logits, F32, normed, e->weights.head, type, NULL, R, c->vocab, C, false);
+    d->linear(logits, F32, normed, e->weights.head, e->config.head_type, NULL, R, c->vocab, C, false);
     tap(e, "logits", 0, logits, F32, R, c->vocab);
     d->sample(out, logits, work, upload(e, b->rows, R * sizeof *b->rows),
               upload_room(e, b->counts, b->n_counts * sizeof *b->counts, counts_room(e) * sizeof *b->counts), R,
@@ -1096,7 +1203,7 @@ static void text_forward(Engine *e) {
     tap_ints(e, "positions", b->positions, T, 3);
 
     float *hidden = arena_alloc(&e->arena, (size_t)T * C * sizeof *hidden);
-    d->embed(hidden, e->weights.embed, e->config.type, upload(e, b->ids, ints), T, C);
+    d->embed(hidden, e->weights.embed, e->config.embed_type, upload(e, b->ids, ints), T, C);
     d->gather_rows(hidden, e->image_rows, upload(e, b->image_row, ints), T, C * sizeof(float));
     tap(e, "embed", 0, hidden, F32, T, C);
     for (int i = 0; i < c->layers; i++) {
@@ -1263,40 +1370,39 @@ static void position_of(const Engine *e, const SequenceState *s, int t, int32_t 
     out[0] = out[1] = out[2] = position;
 }
 
-// The chain's next link: everything that the content of the sequence's block i depends on.
-static void block_hash(const SequenceState *s, int i, uint8_t hash[32]) {
-    int first = i * KV_BLOCK;
-    SHA256_CTX sha;
-    SHA256_Init(&sha);
-    SHA256_Update(&sha, i ? hash : s->salt, 32);
-    SHA256_Update(&sha, s->seq.ids + first, KV_BLOCK * sizeof(int32_t));
-    for (int k = 0; k < s->n_spans; k++)
-        if (s->spans[k].first < first + KV_BLOCK && s->spans[k].first + s->spans[k].n > first)
-            SHA256_Update(&sha, s->spans[k].key, 32);
-    SHA256_Final(hash, &sha);
+// The name of the sequence's full block i: a hash of everything that its content depends on, the block before it
+// first. Each is computed once: a sequence that waits is looked up in every step.
+static const uint8_t *block_name(SequenceState *s, int i) {
+    for (; s->n_names <= i; s->n_names++) {
+        int n = s->n_names, first = n * KV_BLOCK;
+        SHA256_CTX sha;
+        SHA256_Init(&sha);
+        SHA256_Update(&sha, n ? s->names[n - 1] : s->salt, 32);
+        SHA256_Update(&sha, s->seq.ids + first, KV_BLOCK * sizeof(int32_t));
+        for (int k = 0; k < s->n_spans; k++)
+            if (s->spans[k].first < first + KV_BLOCK && s->spans[k].first + s->spans[k].n > first)
+                SHA256_Update(&sha, s->spans[k].key, 32);
+        SHA256_Final(s->names[n], &sha);
+    }
+    return s->names[i];
 }
 
 // Take over the blocks of the longest known prefix, but leave a token to compute: its logits are wanted.
 static void sequence_match(Engine *e, SequenceState *s) {
-    uint8_t hash[32] = {0};
     while ((s->n_blocks + 1) * KV_BLOCK < s->seq.n_tokens) {
-        block_hash(s, s->n_blocks, hash);
-        int b = pool_find(&e->pool, hash);
+        int b = pool_find(&e->pool, block_name(s, s->n_blocks));
         if (b < 0) break;
         pool_hold(&e->pool, b);
         s->blocks[s->n_blocks++] = b;
-        memcpy(s->hash, hash, 32);
     }
-    s->n_hashed = s->n_blocks;
+    s->n_named = s->n_blocks;
     s->computed = s->n_blocks * KV_BLOCK;
 }
 
 // Name the blocks that have become full.
 static void sequence_name_blocks(Engine *e, SequenceState *s) {
-    for (; (s->n_hashed + 1) * KV_BLOCK <= s->computed; s->n_hashed++) {
-        block_hash(s, s->n_hashed, s->hash);
-        pool_name(&e->pool, s->blocks[s->n_hashed], s->hash);
-    }
+    for (; (s->n_named + 1) * KV_BLOCK <= s->computed; s->n_named++)
+        pool_name(&e->pool, s->blocks[s->n_named], block_name(s, s->n_named));
 }
 
 static void sequence_unpin(Engine *e, SequenceState *s) {
@@ -1312,7 +1418,7 @@ static void sequence_unpin(Engine *e, SequenceState *s) {
 static void sequence_stop(Engine *e, SequenceState *s) {
     for (int i = s->n_blocks - 1; i >= 0; i--) pool_drop(&e->pool, s->blocks[i]);
     sequence_unpin(e, s);
-    s->n_blocks = s->n_hashed = s->computed = s->take = 0;
+    s->n_blocks = s->n_named = s->computed = s->take = 0;
     s->running = false;
     int i = 0;
     while (e->running[i] != s) i++;
@@ -1434,7 +1540,7 @@ static void admit(Engine *e) {
         int need = div_up(s->seq.n_tokens + 1, KV_BLOCK) - s->n_blocks, left = e->pool.n_free + e->pool.n_cached;
         if (e->n_running && need > left) {
             while (s->n_blocks) pool_drop(&e->pool, s->blocks[--s->n_blocks]);
-            s->computed = s->n_hashed = 0;
+            s->computed = s->n_named = 0;
             return;
         }
         waiting_remove(e, s);
@@ -1459,9 +1565,8 @@ static int schedule(Engine *e) {
             SequenceState *s = e->running[i];
             int left = s->seq.n_tokens - s->computed;
             if ((left > 1) != prefill) continue;
-            int n = min_int(left, budget);
-            if (!sequence_grow(e, s, s->computed + n)) n = min_int(n, s->n_blocks * KV_BLOCK - s->computed);
-            s->take = sequence_acquire(e, s, n);
+            int n = sequence_acquire(e, s, min_int(left, budget)); // no blocks for what waits for a picture
+            s->take = sequence_grow(e, s, s->computed + n) ? n : min_int(n, s->n_blocks * KV_BLOCK - s->computed);
             budget -= s->take;
         }
     int total = 0; // not what the budget lost: who was preempted on the way computes nothing
@@ -1631,7 +1736,7 @@ static void explain_plan(const Engine *e) {
             "plan: weights %.1f MB, kv %.1f MB in %d blocks, images %.1f MB in %d slots and the tower, arena %.1f MB, "
             "io %.1f MB\n",
             e->weight_bytes / 1e6, e->kv_bytes / 1e6, e->pool.n, e->image_bytes / 1e6, e->cache.n_slots,
-            e->arena.size / 1e6, e->io_bytes / 1e6);
+            e->arena_bytes / 1e6, e->io_bytes / 1e6);
 }
 
 // A bar on a lane, from `start` to `end`, in the trace's microseconds.
@@ -1791,6 +1896,7 @@ static void sequence_free(SequenceState *s) {
     free(s->seq.sampled);
     free(s->spans);
     free(s->blocks);
+    free(s->names);
     free(s->counts);
     free(s->count_of);
     free(s);
@@ -1808,6 +1914,7 @@ Sequence *engine_submit(Engine *e, const Request *r, Error *err) {
     s->seq.sampled = xcalloc(s->limit - r->n, sizeof *s->seq.sampled);
     s->spans = xcalloc(r->n_images, sizeof *s->spans);
     s->blocks = xcalloc(div_up(s->limit, KV_BLOCK), sizeof *s->blocks);
+    s->names = xcalloc(s->limit / KV_BLOCK, sizeof *s->names);
     if (r->n_biases || penalised(&r->sampling)) {
         s->counts = xcalloc(min_int(s->limit + r->n_biases, e->config.text.vocab), sizeof *s->counts);
         s->count_of = xcalloc(e->config.text.vocab, sizeof *s->count_of);
@@ -1961,6 +2068,11 @@ static bool options_fill(Engine *e, Error *err) {
     return true;
 }
 
+size_t model_weight_bytes(const Model *m, const Device *device) {
+    if (!m->file) return config_weight_bytes(&m->config);
+    return device->unified ? m->file->size : align_up(m->file->size - m->file->data, ALIGN);
+}
+
 // Sizes of all regions into e. Nothing is taken yet.
 static bool engine_size(Engine *e, const Config *config, size_t weight_bytes, const EngineOptions *options,
                         Error *err) {
@@ -1973,7 +2085,7 @@ static bool engine_size(Engine *e, const Config *config, size_t weight_bytes, co
     tower_layout(e, &tower);
     e->tower_bytes = tower.peak;
     measure_step(e);
-    e->io_bytes = e->io.peak, e->arena.size = e->arena.peak;
+    e->io_bytes = e->io.peak + e->device->staging, e->arena_bytes = e->arena.peak + e->device->scratch;
 
     size_t slot_bytes = (size_t)SLOT_ROWS * config->vision.out * sizeof(float);
     int slots_per_image = div_up(largest_image_tokens(&e->config.image), SLOT_ROWS);
@@ -1986,11 +2098,11 @@ static bool engine_size(Engine *e, const Config *config, size_t weight_bytes, co
     e->cache.n_slots = (int)(o->image_cache / slot_bytes), e->cache.slots_per_image = slots_per_image;
     e->image_bytes = align_up(e->cache.n_slots * slot_bytes, ALIGN) + e->tower_bytes;
 
-    size_t fixed = weight_bytes + e->image_bytes + e->arena.size + e->io_bytes;
+    size_t fixed = weight_bytes + e->image_bytes + e->arena_bytes + e->io_bytes;
     if (!o->memory && !o->kv_blocks && e->device->memory) { // nine tenths of what is free there
-        size_t available, held;
-        e->device->memory(&available, &held);
-        o->memory = available / 10 * 9;
+        DeviceMemory m;
+        e->device->memory(&m);
+        o->memory = m.available / 10 * 9;
     }
     size_t least = fixed + align_up((o->kv_blocks ? o->kv_blocks : e->table_stride) * e->block_bytes, ALIGN);
     if (o->memory && o->memory < least)
@@ -2018,7 +2130,7 @@ void engine_map(const Engine *e, MemoryMap *m) {
                 {"kv", e->kv_bytes, held * e->block_bytes, p->peak_held * e->block_bytes},
                 {"images", e->image_bytes, slots_used * slot_bytes + (e->tower.phase ? e->tower_bytes : 0),
                  c->peak_used * slot_bytes + (e->tower_ran ? e->tower_bytes : 0)},
-                {"arena", e->arena.size, e->arena.used, e->arena.peak},
+                {"arena", e->arena_bytes, e->arena.used + e->device->scratch, e->arena.peak + e->device->scratch},
                 {"io", e->io_bytes, e->io_bytes, e->io_bytes},
             },
         .blocks = p->n,
@@ -2041,8 +2153,7 @@ void engine_map(const Engine *e, MemoryMap *m) {
     for (int i = 0; i < c->n_slots && c->entries; i++)
         if (c->entries[i].n_rows && c->entries[i].pins) m->slots_pinned += div_up(c->entries[i].n_rows, SLOT_ROWS);
     for (int i = 0; i < N_OWNERS; i++) m->total += m->owners[i].bytes;
-    size_t available;
-    if (e->device->memory) e->device->memory(&available, &m->device_held);
+    if (e->device->memory) e->device->memory(&m->driver);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -2078,6 +2189,7 @@ static Engine *engine_new(const Config *config, size_t weight_bytes, const Devic
 
 bool engine_plan(const Config *config, size_t weight_bytes, const Device *device, const EngineOptions *options,
                  MemoryMap *map, Error *err) {
+    if (device->start && !device->start(err)) return false;
     Engine *e = engine_new(config, weight_bytes, device, options, err);
     if (!e) return false;
     e->pool.n = e->pool.n_free = e->options.kv_blocks;
@@ -2098,31 +2210,35 @@ static bool dump_check(const char *path, Error *err) {
 static bool engine_reserve(Engine *e, const Model *model, Error *err) {
     const Device *d = e->device;
     const ModelFile *file = model->file;
-    size_t data = file ? file->size - file->data : 0, weights = d->unified ? 0 : align_up(data, ALIGN);
-    e->reserved = weights + e->kv_bytes + e->image_bytes + e->arena.size;
+    size_t weights = d->unified ? 0 : e->weight_bytes;
+    e->reserved = weights + e->kv_bytes + e->image_bytes + e->arena_bytes;
     e->base = d->reserve(e->reserved);
     if (!e->base)
         return fail(err, 500, "the %s device has no %zu bytes: lower --memory or --ctx", d->name, e->reserved);
     char *host = d->reserve_host(e->io_bytes);
     if (!host) return fail(err, 500, "the host has no %zu bytes for transfers: lower --ctx or --max-seqs", e->io_bytes);
-    if (weights) d->upload(e->base, modelfile_data(file), data);
+    if (weights) d->upload(e->base, modelfile_data(file), file->size - file->data);
     weights_free(&e->weights);
     weights_bind(&e->weights, &e->config, file, weights ? e->base : NULL, NULL, err); // model_open() has bound the same
     e->kv = (char *)e->base + weights;
     e->image_rows = (float *)(e->kv + e->kv_bytes);
-    e->arena = (Arena){.base = (char *)e->image_rows + e->image_bytes, .size = e->arena.size};
-    e->io = (Arena){.base = host, .size = e->io_bytes};
+    e->arena = (Arena){.base = (char *)e->image_rows + e->image_bytes, .size = e->arena_bytes - d->scratch};
+    e->io = (Arena){.base = host, .size = e->io_bytes - d->staging};
     io_layout(e);
     tower_layout(e, &(Arena){.base = e->arena.base - e->tower_bytes, .size = e->tower_bytes});
     return true;
 }
 
 Engine *engine_open(const Model *model, const Device *device, const EngineOptions *options, Error *err) {
-    assert(model->file || device == &device_null); // a shape without weights can only be planned
+    assert(model->file || device->clock); // a shape without weights can only be planned
     if (options->dump && !dump_check(options->dump, err)) return NULL;
-    size_t weight_bytes = model->file ? modelfile_bytes(model->file) : config_weight_bytes(&model->config);
+    const Config *c = &model->config;
+    if (!device->quantised && (c->text_type >= Q8 || c->embed_type >= Q8 || c->head_type >= Q8 || c->vision_type >= Q8))
+        return fail(err, 400, "the %s device computes with f32 and bf16 only: export the model with --type bf16",
+                    device->name),
+               NULL;
     if (device->start && !device->start(err)) return NULL;
-    Engine *e = engine_new(&model->config, weight_bytes, device, options, err);
+    Engine *e = engine_new(&model->config, model_weight_bytes(model, device), device, options, err);
     if (!e) return NULL;
     if (!trace_open(e, err) || !engine_reserve(e, model, err)) {
         engine_close(e);

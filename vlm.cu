@@ -124,13 +124,13 @@ template <typename S> __device__ __forceinline__ S &shared_memory() {
 // ---------------------------------------------------------------------------------------------
 // The device's state, and launching
 
-constexpr size_t STAGING = 8 << 20, SCRATCH = 32 << 20;
+constexpr size_t STAGING = 4 << 20, SCRATCH = 32 << 20;
 
 static struct Gpu {
     cudaStream_t stream; // everything goes through it, in order
     int processors;
-    size_t held;              // bytes in use before we reserved any: CUDA's context, the code, other programs
-    float *scratch;           // (SCRATCH bytes), behind the reserved memory: partial results of split attention
+    size_t context, slack;    // as in DeviceMemory
+    float *scratch;           // (SCRATCH bytes): partial results of split attention
     char *staging;            // two page-locked halves of STAGING bytes that uploads pass through
     int half;                 // the one being filled
     size_t filled;            // bytes of it
@@ -201,54 +201,67 @@ __device__ __forceinline__ float block_sum(float v, float *cells) {
 // ---------------------------------------------------------------------------------------------
 // Memory
 
+static size_t memory_free(size_t *total) {
+    size_t bytes;
+    check(cudaMemGetInfo(&bytes, total), "memory");
+    return bytes;
+}
+
 static bool cuda_start(Error *err) {
     if (gpu.stream) return true;
-    int n = 0;
+    setenv("CUDA_MODULE_LOADING", "EAGER", 1); // all code now, or the first step to use a kernel would take memory
+    int n = 0, major = 0, minor = 0;
     cudaError_t status = cudaGetDeviceCount(&n);
     if (status != cudaSuccess || n == 0)
         return fail(err, 500, "--device cuda: no GPU that CUDA can use (%s): use --device cpu",
                     status == cudaSuccess ? "none found" : cudaGetErrorString(status));
-    size_t available, total;
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), "device");
+    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0), "device");
+    if (major < 8)
+        return fail(err, 500, "--device cuda: the GPU has compute capability %d.%d, 8.0 is needed: use --device cpu",
+                    major, minor);
     check(cudaDeviceGetAttribute(&gpu.processors, cudaDevAttrMultiProcessorCount, 0), "device");
     check(cudaStreamCreate(&gpu.stream), "stream");
-    check(cudaMallocHost((void **)&gpu.staging, 2 * STAGING), "page-locked memory");
-    for (int i = 0; i < 2; i++) check(cudaEventCreate(&gpu.half_read[i]), "event");
-    check(cudaMemGetInfo(&available, &total), "memory");
-    gpu.held = total - available;
+    for (int i = 0; i < 2; i++) check(cudaEventCreateWithFlags(&gpu.half_read[i], cudaEventDisableTiming), "event");
+    size_t total, available = memory_free(&total);
+    gpu.context = total - available;
     return true;
 }
 
-// Bytes that reserve() can give, and bytes in use beside them: CUDA's context, our code, what other programs have, and
-// our scratch. What reserve() was asked for, these and what is free are together what the driver reports as total.
-static void cuda_memory(size_t *available, size_t *held) {
-    size_t free_bytes, total;
-    check(cudaMemGetInfo(&free_bytes, &total), "memory");
-    *available = free_bytes > SCRATCH ? free_bytes - SCRATCH : 0;
-    *held = gpu.held + SCRATCH;
+static void cuda_memory(DeviceMemory *m) {
+    m->available = memory_free(&m->total);
+    m->context = gpu.context, m->slack = gpu.slack;
 }
 
 static void *cuda_reserve(size_t bytes) {
     Error err;
     void *base;
+    size_t total;
     if (!cuda_start(&err)) return NULL;
-    size_t room = (bytes + 255) / 256 * 256;
-    if (cudaMalloc(&base, room + SCRATCH) != cudaSuccess) return cudaGetLastError(), (void *)NULL;
-    gpu.scratch = (float *)((char *)base + room);
+    size_t before = memory_free(&total);
+    if (cudaMalloc(&base, bytes) != cudaSuccess) return cudaGetLastError(), (void *)NULL;
+    gpu.slack = before - memory_free(&total) - bytes;
+    gpu.scratch = (float *)((char *)base + bytes - SCRATCH);
     return base;
 }
 
 static void cuda_release(void *base, size_t) {
     check(cudaStreamSynchronize(gpu.stream), "finish");
     check(cudaFree(base), "free");
+    gpu.slack = 0;
 }
 
 static void *cuda_reserve_host(size_t bytes) {
     void *p;
     if (cudaMallocHost(&p, bytes) != cudaSuccess) return cudaGetLastError(), (void *)NULL;
+    gpu.staging = (char *)p + bytes - 2 * STAGING, gpu.filled = 0;
     return p;
 }
 
-static void cuda_release_host(void *base, size_t) { check(cudaFreeHost(base), "free"); }
+static void cuda_release_host(void *base, size_t) {
+    check(cudaStreamSynchronize(gpu.stream), "finish");
+    check(cudaFreeHost(base), "free");
+}
 
 // On return `src` has been read, and what is launched next finds the bytes at `dst`: the copy is in the stream. Small
 // ones fill a staging half together; the host waits only for a half that is still being read.
@@ -562,11 +575,17 @@ template <int NT> static void launch_rows(const Linear &a) {
         launch(linear_rows<NT, false>, blocks, threads, sizeof(RowsShared<NT>), a);
 }
 
-template <int MT, int NT> static void launch_tiles(const Linear &a) {
+template <int MT, int NT, bool ALIGNED> static void launch_tile(const Linear &a) {
     typedef TileShared<MT, NT> S;
-    auto kernel = a.K % 8 == 0 ? linear_tile<MT, NT, true> : linear_tile<MT, NT, false>;
-    check(cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(S)), "shared");
+    auto kernel = linear_tile<MT, NT, ALIGNED>;
+    static const cudaError_t allowed = // once: more than the 48 KB that every kernel may have
+        cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(S));
+    check(allowed, "shared memory");
     launch(kernel, dim3(div_up(a.N, S::N), div_up(a.T, S::T)), TILE_WARPS * WARP, sizeof(S), a);
+}
+
+template <int MT, int NT> static void launch_tiles(const Linear &a) {
+    a.K % 8 == 0 ? launch_tile<MT, NT, true>(a) : launch_tile<MT, NT, false>(a);
 }
 
 static void cuda_linear(void *out, Dtype out_type, const void *x, const void *w, Dtype type, const float *bias, int T,
@@ -1124,10 +1143,11 @@ static bool attend_on_tensor_cores(const Attention &a, Dtype type) {
     return type == BF16 && size && aligned(16, a.q, (size_t)a.kv, a.q_stride * sizeof(bf16));
 }
 
-// As many blocks as run at once walk over all the items.
-static void launch_walk(void (*kernel)(Attention), size_t shared, const Attention &a) {
+// As many blocks as run at once, which is asked once, walk over all the items.
+template <void (*KERNEL)(Attention)> static void launch_walk(size_t shared, const Attention &a) {
     constexpr int threads = ATTEND_WARPS * WARP;
-    launch(kernel, resident(kernel, threads, shared), threads, shared, a);
+    static const int blocks = resident(KERNEL, threads, shared);
+    launch(KERNEL, blocks, threads, shared, a);
 }
 
 static void attend(Attention a, Dtype type) {
@@ -1135,17 +1155,18 @@ static void attend(Attention a, Dtype type) {
     a.group = a.H / a.H_kv, a.group_tiles = div_up(a.group, TILE_ROWS);
     a.group_heads = a.group < TILE_ROWS ? a.group : TILE_ROWS, a.tile_tokens = TILE_ROWS / a.group_heads;
     if (!attend_on_tensor_cores(a, type)) {
-        launch_walk(type == F32 ? attend_exact<float> : attend_exact<bf16>, 0, a);
+        type == F32 ? launch_walk<attend_exact<float>>(0, a) : launch_walk<attend_exact<bf16>>(0, a);
         return;
     }
     a.partial = a.kv_len ? gpu.scratch : NULL;
     a.slots = (int)(SCRATCH / (a.tile_tokens * a.group_heads * (a.D + 2) * sizeof(float)));
-    launch_walk(a.D == 32   ? attend_tiles<32>
-                : a.D == 64 ? attend_tiles<64>
-                : a.D == 80 ? attend_tiles<80>
-                            : attend_tiles<128>,
-                sizeof(TilesShared), a);
-    if (a.partial) launch_walk(attend_merge, 0, a);
+    switch (a.D) {
+    case 32: launch_walk<attend_tiles<32>>(sizeof(TilesShared), a); break;
+    case 64: launch_walk<attend_tiles<64>>(sizeof(TilesShared), a); break;
+    case 80: launch_walk<attend_tiles<80>>(sizeof(TilesShared), a); break;
+    default: launch_walk<attend_tiles<128>>(sizeof(TilesShared), a);
+    }
+    if (a.partial) launch_walk<attend_merge>(0, a);
 }
 
 static void cuda_attention_paged(void *out, Dtype type, const void *q, int stride, const void *kv, size_t block_bytes,
@@ -1435,10 +1456,13 @@ static void cuda_sample(Sampled *out, const float *logits, float *work, const Sa
 const Device device_cuda = {
     .name = "cuda",
     .unified = false,
+    .quantised = false,
     .step_patches = 8192,
     .clock = NULL,
     .start = cuda_start,
     .memory = cuda_memory,
+    .scratch = SCRATCH,
+    .staging = 2 * STAGING,
     .reserve = cuda_reserve,
     .reserve_host = cuda_reserve_host,
     .release = cuda_release,

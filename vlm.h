@@ -55,10 +55,19 @@ void ids_push(Ids *ids, int32_t id);
 // The model file (vlm.c): a safetensors file with the tensors in the order and layout that the
 // engine reads, and everything else as strings in its metadata. docs/format.md lists them.
 
-typedef enum Dtype { F32, BF16 } Dtype;
+// Q8 and Q4 are for matrices only: whole numbers of 8 or 4 bits with one scale for each group of 64 along a row, laid
+// out in tiles of 16 rows for the products (docs/format.md). What is computed from them is BF16.
+typedef enum Dtype { F32, BF16, Q8, Q4 } Dtype;
 typedef uint16_t bf16; // the upper half of a float
 
-size_t dtype_bytes(Dtype type);
+enum { Q_ROWS = 16, Q_GROUP = 64 }; // rows of a tile, columns of a group
+
+const char *dtype_name(Dtype type);                          // "f32", "bf16", "q8", "q4"
+bool dtype_find(const char *name, Dtype *type);              // false: no such name
+size_t dtype_bytes(Dtype type);                              // of an F32 or a BF16
+size_t tile_bytes(Dtype type, int64_t cols);                 // of a Q8 or Q4 tile: 16 rows
+size_t matrix_bytes(Dtype type, int64_t rows, int64_t cols); // of any type
+static inline Dtype compute_type(Dtype matrix) { return matrix == F32 ? F32 : BF16; }
 
 typedef struct ModelFile ModelFile;
 
@@ -211,7 +220,8 @@ typedef struct VisionConfig {
 } VisionConfig;
 
 typedef struct Config {
-    Dtype type; // of weights, activations that feed a product, and KV
+    Dtype type;                                          // of activations that feed a product, and KV: F32 or BF16
+    Dtype text_type, embed_type, head_type, vision_type; // of the matrices: all F32, or none
     TextConfig text;
     VisionConfig vision;
     ImageConfig image;
@@ -221,7 +231,7 @@ typedef struct Config {
 } Config;
 
 // Weights point into the model file. Norms and biases are f32 in every file: they are small, and
-// exact from bf16. Products are y = x W^T, so a weight is (outputs, inputs), rows contiguous.
+// exact from bf16. Products are y = x W^T, so a weight is (outputs, inputs), rows contiguous (or in tiles: Q8, Q4).
 typedef struct VisionLayer {
     const float *norm1;        // (C)
     const void *qkv;           // (3C, C)
@@ -267,11 +277,16 @@ typedef struct Model {
 } Model;
 
 Model *model_open(const char *path, Error *err);
-// A published shape, without weights and tokenizer: for the null device only.
-Model *model_shape(const char *name, Error *err);
+// A shape without weights and tokenizer: for the null device only.
+Model *model_shape(const Config *config);
+// The same with random weights, in memory: they cost what true ones cost, and what comes out means nothing.
+Model *model_random(const Config *config, Error *err);
 void model_close(Model *model);
-// The Config of a published shape ("qwen2.5-vl-3b", "-7b", "-32b", "-72b"). No weights.
+// The Config of a published shape ("qwen2.5-vl-3b", "-7b", "-32b", "-72b"). No weights; their type is BF16.
 bool config_shape(const char *name, Config *config, Error *err);
+// Let the matrices be what weights_export.py --type makes of them: Q8 and Q4 leave the vision tower in BF16, and Q4 has
+// embedding and head in Q8.
+void config_retype(Config *config, Dtype type);
 // Bytes that the weights of `config` take in a model file.
 size_t config_weight_bytes(const Config *config);
 
@@ -326,10 +341,19 @@ typedef struct Sampled {
 
 enum { KV_BLOCK = 16 }; // tokens a KV block holds
 
+// A device's own memory, as its driver reports it: total == available + context + slack + what reserve() was asked for,
+// unless other programs have taken some since.
+typedef struct DeviceMemory {
+    size_t total, available;
+    size_t context; // in use when this program had reserved nothing: the driver's context, our code, other programs
+    size_t slack;   // what reserve() took over what it was asked for: the driver gives whole pages
+} DeviceMemory;
+
 typedef struct Device {
     const char *name;
 
-    bool unified; // its memory is the host's: weights are read in place, from the map of the model file
+    bool unified;   // its memory is the host's: weights are read in place, from the map of the model file
+    bool quantised; // its embed and linear know Q8 and Q4
 
     int step_patches;      // patches through the vision tower that take it some tens of milliseconds: a step's share by
                            // default
@@ -337,11 +361,14 @@ typedef struct Device {
 
     // Begin to use it; false, and why, where the machine has none. NULL: it is always there.
     bool (*start)(Error *err);
-    // Bytes that reserve() could give now, and bytes that it holds beside what it was asked for. NULL: not known.
-    void (*memory)(size_t *available, size_t *held);
+    // NULL: it has no memory of its own.
+    void (*memory)(DeviceMemory *memory);
 
-    // The one allocation, aligned to 256 bytes, and the host's end of transfers (page-locked where that helps). NULL:
-    // no such memory. And their ends.
+    // The one allocation, aligned to 256 bytes, and the host's end of transfers (page-locked where that helps), one of
+    // each at a time. NULL: no such memory. And their ends. Operations may use the last `scratch` bytes of the first
+    // for results in between, and uploads may pass through the last `staging` bytes of the second: whoever reserves
+    // asks for so much more.
+    size_t scratch, staging;
     void *(*reserve)(size_t bytes);
     void *(*reserve_host)(size_t bytes);
     void (*release)(void *base, size_t bytes);
@@ -365,7 +392,8 @@ typedef struct Device {
                     const float *weight, float eps, int T, int C);
 
     // out = x w^T + bias, or out += when `accumulate` (then out is F32: the residual stream). The
-    // patch embedding is one too: a convolution whose stride is its kernel.
+    // patch embedding is one too: a convolution whose stride is its kernel. `type` is w's; x is F32 where w is, else
+    // BF16. With Q8 and Q4 a device may round x, too, to 8 bits with a scale for each group of 64.
     void (*linear)(void *out, Dtype out_type,                // (T, N)
                    const void *x, const void *w, Dtype type, // (T, K), (N, K)
                    const float *bias,                        // (N) or NULL
@@ -429,12 +457,15 @@ extern const Device device_null; // vlm_null.c
 // the engine runs true shapes at full scale without weights. All tokens that it samples are 0.
 typedef struct Roofline {
     const char *name;
-    double bandwidth, flops; // what kernels reach: bytes and bf16 operations a second
-    double launch;           // seconds that each operation takes at least
+    double peak_bandwidth, peak_flops; // the machine's: bytes and bf16 operations a second
+    double bandwidth, flops;           // what kernels reach of them
+    double launch;                     // seconds that each operation takes at least
 } Roofline;
 // The preset "h100", "h200" or "rtx4090"; false for another name.
 bool null_preset(const char *name, Roofline *roofline);
 void null_use(const Roofline *roofline);
+// What all its operations so far have counted: bytes that must move, twice the multiply-adds of products and attention.
+void null_work(double *bytes, double *flops);
 // While true, addresses are false and nothing behind them is read: for the memory plan.
 void null_measure(bool measuring);
 
@@ -538,8 +569,8 @@ enum { OWNER_WEIGHTS, OWNER_KV, OWNER_IMAGES, OWNER_ARENA, OWNER_IO, N_OWNERS };
 
 typedef struct MemoryMap {
     const char *device;
-    size_t total;       // == sum of owners' bytes
-    size_t device_held; // bytes in use there beside the total: driver, code, the device's scratch; 0: not known
+    size_t total;        // == sum of owners' bytes
+    DeviceMemory driver; // what the device's driver reports, where it has one: all owners but io are in its memory
     Owner owners[N_OWNERS];
     int blocks, blocks_free, blocks_cached, blocks_held; // free + cached + held == blocks
     int slots, slots_used, slots_pinned;                 // of picture rows
@@ -550,12 +581,28 @@ typedef struct MemoryMap {
     int running, waiting;
 } MemoryMap;
 void engine_map(const Engine *engine, MemoryMap *map);
-// The same plan without a model file: what engine_open() would take.
+// Bytes that a model takes on a device: of the whole file where it is read in place, else of its tensors.
+size_t model_weight_bytes(const Model *model, const Device *device);
+// The same plan without a model file: what engine_open() would take. weight_bytes: model_weight_bytes(), or of a shape
+// config_weight_bytes().
 bool engine_plan(const Config *config, size_t weight_bytes, const Device *device, const EngineOptions *options,
                  MemoryMap *map, Error *err);
 
 // ---------------------------------------------------------------------------------------------
-// Loads (bench.c)
+// Speed (bench.c)
+
+// Measure stages against the machine's limits and print what came of it. `stages` is a list such as
+// "vision=448,prefill=512,decode=8": a picture of so many pixels a side, a prompt of so many tokens, so many sequences
+// writing together; NULL: the usual ones. Each is timed `repeat` times. The limits of the CPU are measured, another
+// device's are `roofline`'s peaks, or not known (NULL). With `profile` each operation is timed as well.
+typedef struct BenchOptions {
+    const char *stages;
+    int repeat;
+    bool profile, json;
+    const Roofline *roofline;
+} BenchOptions;
+bool bench_stages(const Model *model, const Device *device, const EngineOptions *options, const BenchOptions *bench,
+                  Error *err);
 
 // Serve a load and print what came of it. `load` is "images=WxH,concurrency=N,requests=N,prompt=N,output=N": requests
 // one after another in each of N places, each with a new picture (or none without images=) and a prompt of new tokens.

@@ -20,8 +20,17 @@
 
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef float f32x8 __attribute__((vector_size(32)));
 typedef float f32x4 __attribute__((vector_size(16)));
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define SHUFFLE64(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (i32x16){__VA_ARGS__})
+#define SHUFFLE64(a, b, ...) __builtin_shuffle(a, b, (i64x8){__VA_ARGS__})
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 enum { LANES = 16 };
@@ -58,7 +67,22 @@ INLINE f32x16 v_fma(f32x16 a, f32x16 b, f32x16 c) {
 INLINE f32x16 v_select(i32x16 mask, f32x16 a, f32x16 b) { return (f32x16)((mask & (i32x16)a) | (~mask & (i32x16)b)); }
 
 // The larger one; b when a is NaN, so keep the value that may be NaN in b.
-INLINE f32x16 v_max(f32x16 a, f32x16 b) { return v_select(a > b, a, b); }
+INLINE f32x16 v_max(f32x16 a, f32x16 b) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return v_select(a > b, a, b);
+#endif
+}
+
+// The smaller one; b when a is NaN.
+INLINE f32x16 v_min(f32x16 a, f32x16 b) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+    return v_select(a < b, a, b);
+#endif
+}
 
 INLINE float v_sum(f32x16 v) {
     union {
@@ -74,8 +98,10 @@ INLINE float v_sum(f32x16 v) {
 }
 
 INLINE float v_max_lane(f32x16 v) {
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) v[i] = v[i + half] > v[i] ? v[i + half] : v[i];
+    v = v_max(v, SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    v = v_max(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    v = v_max(v, SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    v = v_max(v, SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
     return v[0];
 }
 
@@ -85,7 +111,7 @@ static const i32x16 lane_index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 
 // reduction x = n ln 2 + r, then Taylor's polynomial on |r| <= ln 2 / 2.
 INLINE f32x16 v_exp(f32x16 x) {
     const f32x16 magic = v_set(12582912.0f); // 1.5 * 2^23: adding it rounds to an integer in the low bits
-    f32x16 clipped = v_select(x > 88.0f, v_set(88.0f), x);
+    f32x16 clipped = v_min(v_set(88.0f), x);
     f32x16 t = v_fma(clipped, v_set(1.44269504f), magic);
     f32x16 n = t - magic;
     f32x16 r = v_fma(n, v_set(-0.693359375f), clipped);
@@ -98,7 +124,6 @@ INLINE f32x16 v_exp(f32x16 x) {
     p = v_fma(p, r, v_set(0.5f));
     p = v_fma(p, r, v_set(1.0f));
     p = v_fma(p, r, v_set(1.0f));
-    typedef uint32_t u32x16 __attribute__((vector_size(64)));
     u32x16 exponent = ((u32x16)t - (u32x16)magic + 127) << 23;
     return v_select(x < -87.0f, (f32x16){0}, p * (f32x16)exponent);
 }
@@ -121,6 +146,8 @@ INLINE bf16 f32_to_bf16(float f) {
     return (bf16)((u & 0x7fffffff) > 0x7f800000 ? quiet : rounded);
 }
 
+INLINE size_t width(Dtype type) { return type == F32 ? 4 : 2; }
+
 INLINE float get(const void *p, Dtype type, size_t i) {
     return type == F32 ? ((const float *)p)[i] : bf16_to_f32(((const bf16 *)p)[i]);
 }
@@ -132,7 +159,41 @@ INLINE void put(void *p, Dtype type, size_t i, float f) {
         ((bf16 *)p)[i] = f32_to_bf16(f);
 }
 
-INLINE const void *at(const void *p, Dtype type, size_t i) { return (const char *)p + i * (type == F32 ? 4 : 2); }
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+// Sixteen numbers from p[i] on.
+INLINE f32x16 v_get(const void *p, Dtype type, size_t i) {
+    if (type == F32) return v_load((const float *)p + i);
+    u16x16 b;
+    memcpy(&b, (const bf16 *)p + i, sizeof b);
+    return (f32x16)(__builtin_convertvector(b, u32x16) << 16);
+}
+
+INLINE void v_put(void *p, Dtype type, size_t i, f32x16 v) {
+    if (type == F32) {
+        v_store((float *)p + i, v);
+        return;
+    }
+    u32x16 u = (u32x16)v, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16, quiet = u >> 16 | 0x40;
+    i32x16 nan = v != v;
+    u16x16 b = __builtin_convertvector((rounded & ~(u32x16)nan) | (quiet & (u32x16)nan), u16x16);
+    memcpy((bf16 *)p + i, &b, sizeof b);
+}
+
+INLINE const void *at(const void *p, Dtype type, size_t i) { return (const char *)p + i * width(type); }
+
+// Sixteen f16 numbers, all finite.
+INLINE f32x16 v_load_f16(const uint16_t *p) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)p));
+#else
+    u16x16 h;
+    memcpy(&h, p, sizeof h);
+    u32x16 u = __builtin_convertvector(h, u32x16);
+    f32x16 size = (f32x16)((u & 0x7fff) << 13) * 0x1p112f; // moves the exponent, subnormals included
+    return (f32x16)((u32x16)size | (u & 0x8000) << 16);
+#endif
+}
 
 // Waking the threads costs some microseconds. Below these numbers of elements and of multiply-adds one is faster.
 enum { PARALLEL_WORK = 1 << 16, PARALLEL_MACS = 1 << 20 };
@@ -152,12 +213,34 @@ static void cpu_copy(void *dst, const void *src, size_t bytes) { memcpy(dst, src
 // ---------------------------------------------------------------------------------------------
 // embed, gather_rows
 
+INLINE size_t tile_group_bytes(Dtype type) { return type == Q4 ? Q_ROWS * 32 : Q_ROWS * 64; }
+
+// Row `id` of a Q8 or Q4 matrix; where its numbers lie is written at "linear".
+static void embed_quantised(float *out, const uint8_t *table, Dtype type, int id, int C) {
+    int r = id % Q_ROWS, groups = (C + Q_GROUP - 1) / Q_GROUP;
+    const uint8_t *tile = table + (size_t)(id / Q_ROWS) * tile_bytes(type, C);
+    const uint16_t *scales = (const uint16_t *)(tile + (size_t)groups * tile_group_bytes(type));
+    for (int c = 0; c < C; c++) {
+        const uint8_t *group = tile + (size_t)(c / Q_GROUP) * tile_group_bytes(type);
+        int k = c % Q_GROUP, four = 4 * r + k % 4, q;
+        if (type == Q8)
+            q = group[k / 4 * 64 + four] - 128;
+        else
+            q = (group[k / 8 * 64 + four] >> (k & 4) & 15) - 8;
+        out[c] = (float)q * v_load_f16(scales + c / Q_GROUP * Q_ROWS)[r];
+    }
+}
+
 static void cpu_embed(float *out, const void *table, Dtype type, const int32_t *ids, int T, int C) {
 #pragma omp parallel for if ((size_t)T * C > PARALLEL_WORK)
     for (int t = 0; t < T; t++) {
         if (ids[t] < 0) continue;
-        const void *row = at(table, type, (size_t)ids[t] * C);
         float *o = out + (size_t)t * C;
+        if (type >= Q8) {
+            embed_quantised(o, table, type, ids[t], C);
+            continue;
+        }
+        const void *row = at(table, type, (size_t)ids[t] * C);
         if (type == F32)
             memcpy(o, row, (size_t)C * sizeof *o);
         else
@@ -202,31 +285,47 @@ static void cpu_rmsnorm(void *out, Dtype type, const float *x, const float *weig
 // ---------------------------------------------------------------------------------------------
 // linear
 //
-// One micro-kernel: `rows` rows of x times `cols` rows of w, both contiguous along K, in steps of 64 bytes. Each
-// output has its own 16 lanes, so a tile of any shape adds in the same order: MR x NR where there are rows
-// enough, 1 x MR NR for the rest and for decoding. Weights stay row-major: a decode step streams each byte once,
-// a prefill reads a row once per TB rows of x, which stay in the second-level cache.
+// One micro-kernel for all types. A vector has four bytes of each of 16 rows of w: one f32, two bf16, or four numbers
+// of 8 bits. One instruction multiplies it with the same four bytes of a row of x and adds the products to 16 outputs,
+// so no sum ever crosses lanes. A group is 16 such vectors. Its products are added in order (those of 8 bits as whole
+// numbers, exactly); the groups' sums, with Q8 and Q4 times both scales, are added to the outputs in order. That is
+// all, so an output depends on K only, not on how many rows or outputs are computed together.
+//
+// Q8 and Q4 lie like that in the file. A tile is 16 rows: for each group 16 (Q8) or 8 (Q4) vectors, then for each group
+// 16 scales in f16. The instruction multiplies unsigned by signed bytes: w is stored with 128 (Q8) or 8 (Q4) added, and
+// a group's sums start at -128 (-8) times the sum of x's numbers. A byte of Q4 has number k in its low half and k + 4
+// in its high one. Rows of f32 and bf16 are turned into tiles on the way, by 16 x 16 transposes.
+//
+// QN tiles times QM rows have their sums in registers. A slice of QSLICE groups of the tiles (MADE_SLICE where they are
+// made: the rows that they are made of want room, too) stays in the first-level cache while all rows pass: a step of up
+// to QT_ROWS rows reads each weight once, and one row alone streams them.
 
-enum { TB = 64 };
 #if defined(__AVX512F__)
-enum { MR = 4, NR = 4 }; // 16 sums and 8 operands in 32 registers
+enum { QM = 3, QN = 4 }; // 12 sums of a group, 12 of all, 4 vectors of w and one of x in 32 registers
 #else
-enum { MR = 2, NR = 2 }; // 4 sums of two registers and their operands in 16
+enum { QM = 4, QN = 1 };
 #endif
-enum { SUMS = MR * NR };
+enum { QSLICE = 8, MADE_SLICE = 4, QT_ROWS = 512, TILE_GROUP = Q_ROWS * 64 };
 
-// 64 bytes of x times 64 bytes of w, added lane by lane: 16 products of f32, or 32 of bf16, where lane i
-// adds element 2i + 1, then 2i, as the instruction vdpbf16ps does.
-INLINE f32x16 dot_step(Dtype type, i32x16 x, i32x16 w, f32x16 sum) {
-    if (type == F32) return v_fma((f32x16)x, (f32x16)w, sum);
-#if defined(__AVX512BF16__)
-    return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
-#else
-    const i32x16 upper = (i32x16){0} + (int32_t)0xffff0000;
-    sum = v_fma((f32x16)(x & upper), (f32x16)(w & upper), sum);
-    return v_fma((f32x16)(x << 16), (f32x16)(w << 16), sum);
-#endif
-}
+typedef struct XGroup { // a group of a row of x: 64 bytes of numbers
+    int8_t bytes[64];
+    float scale;   // Q8, Q4
+    int32_t start; // what a sum of products with unsigned weights begins at
+} XGroup;
+
+// The rows of x of the product under way, in whole groups. Of the longest rows that a model may have, one fits.
+enum { X_GROUPS = (8 << 20) / sizeof(XGroup) };
+static XGroup x_groups[X_GROUPS];
+
+typedef struct Linear { // the arguments of linear, for the tiles
+    void *out;
+    const char *w;
+    const float *bias;
+    int N, groups;
+    size_t row_bytes, tile_bytes; // of w: F32 and BF16, Q8 and Q4
+    Dtype out_type;
+    bool accumulate;
+} Linear;
 
 INLINE i32x16 load_bytes(const void *p, size_t n) {
     i32x16 v = {0};
@@ -234,109 +333,264 @@ INLINE i32x16 load_bytes(const void *p, size_t n) {
     return v;
 }
 
-typedef struct Linear { // the arguments of linear, for the tiles
-    void *out;
-    const char *x, *w;
-    const float *bias;
-    size_t row_bytes; // of x and w
-    int N;
-    Dtype type, out_type;
-    bool accumulate;
-} Linear;
+// A group of x is rounded as w is, to 127 steps. Where it is not finite the scale is NaN, and so is every output of the
+// row.
+INLINE void quantise_group(XGroup *out, Dtype type, const bf16 *x) {
+    typedef int8_t i8x16 __attribute__((vector_size(16)));
+    const f32x16 magic = v_set(12582912.0f); // rounds, as in v_exp
+    f32x16 v[Q_GROUP / LANES], most = {0}, wrong = {0};
+    for (int i = 0; i < Q_GROUP / LANES; i++) {
+        v[i] = v_get(x, BF16, i * LANES);
+        most = v_max((f32x16)((i32x16)v[i] & 0x7fffffff), most);
+        wrong = v_fma(v[i], (f32x16){0}, wrong);
+    }
+    float max = v_max_lane(most);
+    f32x16 inverse = v_set(max > 0 ? 127 / max : 0);
+    i32x16 sum = {0};
+    for (int i = 0; i < Q_GROUP / LANES; i++) {
+        i8x16 q = __builtin_convertvector((i32x16)v_fma(v[i], inverse, magic) - (i32x16)magic, i8x16);
+        memcpy(out->bytes + i * LANES, &q, sizeof q);
+        sum += __builtin_convertvector(q, i32x16);
+    }
+    out->scale = max / 127 + v_sum(wrong);
+    out->start = (type == Q8 ? -128 : -8) * (int)v_sum(__builtin_convertvector(sum, f32x16)); // whole, so exact
+}
 
-// The lanes of all sums of a tile, each added as v_sum does it: halves of two vectors make one, until one is left.
-INLINE void tile_sums(const f32x16 *s, float *out) {
-    if ((int)SUMS != (int)LANES) {
-        for (int i = 0; i < SUMS; i++) out[i] = v_sum(s[i]);
+static void quantise_row(XGroup *out, Dtype type, const bf16 *x, int K) {
+    int k = 0;
+    for (; k + Q_GROUP <= K; k += Q_GROUP) quantise_group(out++, type, x + k);
+    if (k == K) return;
+    bf16 rest[Q_GROUP] = {0};
+    memcpy(rest, x + k, (K - k) * sizeof *x);
+    quantise_group(out, type, rest);
+}
+
+static void prepare_row(XGroup *out, Dtype type, const void *x, int K) {
+    if (type >= Q8) {
+        quantise_row(out, type, x, K);
         return;
     }
-#if defined(__clang__) || __GNUC__ >= 12
-#define HALVES(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+    size_t bytes = K * width(type);
+    for (size_t k = 0; k < bytes; k += 64, out++) {
+        i32x16 group = load_bytes((const char *)x + k, bytes - k < 64 ? bytes - k : 64);
+        memcpy(out->bytes, &group, 64);
+    }
+}
+
+typedef int64_t i64x8 __attribute__((vector_size(64)));
+
+// Quarters 0 and 2 of a, then of b; or 1 and 3.
+INLINE i32x16 even_quarters(i32x16 a, i32x16 b) {
+    return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+}
+INLINE i32x16 odd_quarters(i32x16 a, i32x16 b) {
+    return SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+
+// `bytes` of each of `rows` rows -> a group of a tile: lane r of its vector j is number j, of four bytes, of row r.
+// First the 4 x 4 numbers in each quarter of four vectors change places, then the quarters.
+INLINE void make_group(char *group, const char *w, size_t row_bytes, int rows, size_t bytes) {
+    i32x16 in[LANES], a[LANES], out[LANES];
+    for (int i = 0; i < LANES; i += 4) {
+        for (int r = i; r < i + 4; r++) in[r] = r < rows ? load_bytes(w + r * row_bytes, bytes) : (i32x16){0};
+        i64x8 pairs[4];
+        for (int k = 0; k < 2; k++) {
+            i32x16 x = in[i + 2 * k], y = in[i + 2 * k + 1];
+            pairs[k] = (i64x8)SHUFFLE(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+            pairs[k + 2] = (i64x8)SHUFFLE(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+        }
+        for (int k = 0; k < 4; k += 2) {
+            a[i + k] = (i32x16)SHUFFLE64(pairs[k], pairs[k + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+            a[i + k + 1] = (i32x16)SHUFFLE64(pairs[k], pairs[k + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+        }
+    }
+    for (int k = 0; k < 4; k++) { // quarter q of a[4 i + k] goes to vector 4 q + k, its quarter i
+        i32x16 x = even_quarters(a[k], a[4 + k]), y = even_quarters(a[8 + k], a[12 + k]);
+        out[k] = even_quarters(x, y), out[8 + k] = odd_quarters(x, y);
+        x = odd_quarters(a[k], a[4 + k]), y = odd_quarters(a[8 + k], a[12 + k]);
+        out[4 + k] = even_quarters(x, y), out[12 + k] = odd_quarters(x, y);
+    }
+    for (int j = 0; j < LANES; j++) memcpy(group + 64 * j, &out[j], 64);
+}
+
+// `bytes` of each of `rows` rows -> groups of a tile. The same bytes of the rows `ahead` are asked for.
+static void make_tile(char *tile, const char *w, size_t row_bytes, int rows, size_t bytes, size_t ahead) {
+    for (size_t k = 0; k < bytes; k += 64, w += 64, tile += TILE_GROUP) {
+        if (rows < LANES || bytes - k < 64)
+            make_group(tile, w, row_bytes, rows, bytes - k < 64 ? bytes - k : 64);
+        else {
+            for (int r = 0; r < LANES; r++) __builtin_prefetch(w + r * row_bytes + ahead);
+            make_group(tile, w, row_bytes, LANES, 64);
+        }
+    }
+}
+
+// sum + the products of four bytes in each lane: w's and the four at x. Of bf16 the second number comes first, as the
+// instruction has it.
+INLINE i32x16 dot_step(Dtype type, i32x16 sum, i32x16 w, const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    i32x16 v = (i32x16){0} + four;
+    if (type == F32) return (i32x16)v_fma((f32x16)v, (f32x16)w, (f32x16)sum);
+    if (type == BF16) {
+#if defined(__AVX512BF16__)
+        return (i32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)v, (__m512bh)w);
 #else
-#define HALVES(a, b, ...) __builtin_shuffle(a, b, (i32x16){__VA_ARGS__})
+        const i32x16 upper = (i32x16){0} + (int32_t)0xffff0000;
+        f32x16 s = v_fma((f32x16)(v & upper), (f32x16)(w & upper), (f32x16)sum);
+        return (i32x16)v_fma((f32x16)(v << 16), (f32x16)(w << 16), s);
 #endif
-    f32x16 x[LANES / 2];
-    for (int i = 0; i < 8; i++)
-        x[i] = HALVES(s[2 * i], s[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-               HALVES(s[2 * i], s[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    for (int i = 0; i < 4; i++)
-        x[i] = HALVES(x[2 * i], x[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-               HALVES(x[2 * i], x[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    for (int i = 0; i < 2; i++)
-        x[i] = HALVES(x[2 * i], x[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
-               HALVES(x[2 * i], x[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
-    v_store(out, HALVES(x[0], x[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-                     HALVES(x[0], x[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
-#undef HALVES
+    }
+#if defined(__AVX512VNNI__)
+    return (i32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)v);
+#elif defined(__AVX2__) // even and odd bytes as 16-bit numbers: their products and the sum of two fit 32 bits
+    union {
+        i32x16 v;
+        __m256i h[2];
+    } a = {sum}, b = {w};
+    __m256i odd = _mm256_srai_epi16(_mm256_set1_epi32(four), 8);
+    __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_set1_epi32(four), 8), 8);
+    for (int i = 0; i < 2; i++) {
+        __m256i w_even = _mm256_and_si256(b.h[i], _mm256_set1_epi16(255)), w_odd = _mm256_srli_epi16(b.h[i], 8);
+        a.h[i] = _mm256_add_epi32(a.h[i], _mm256_madd_epi16(w_even, even));
+        a.h[i] = _mm256_add_epi32(a.h[i], _mm256_madd_epi16(w_odd, odd));
+    }
+    return a.v;
+#else                   // NEON has vusdotq_s32 for this
+    for (int i = 0; i < 4; i++) sum += (i32x16)((u32x16)w >> 8 * i & 255) * x[i];
+    return sum;
+#endif
 }
 
-INLINE void linear_tile(const Linear *a, Dtype type, int t, int n, int rows, int cols) {
-    f32x16 sum[SUMS] = {0};
-    const char *x[MR], *w[SUMS];
-    for (int i = 0; i < rows; i++) x[i] = a->x + (size_t)(t + i) * a->row_bytes;
-    for (int j = 0; j < cols; j++) w[j] = a->w + (size_t)(n + j) * a->row_bytes;
-    size_t k = 0, whole = a->row_bytes / 64 * 64, rest = a->row_bytes - whole;
-    for (; k < whole; k += 64) {
-        i32x16 xv[MR];
-        for (int i = 0; i < rows; i++) xv[i] = load_bytes(x[i] + k, 64);
-        for (int j = 0; j < cols; j++) {
-            i32x16 wv = load_bytes(w[j] + k, 64);
-            for (int i = 0; i < rows; i++) sum[i * cols + j] = dot_step(type, xv[i], wv, sum[i * cols + j]);
-        }
-    }
-    for (int i = 0; rest && i < rows; i++)
-        for (int j = 0; j < cols; j++)
-            sum[i * cols + j] =
-                dot_step(type, load_bytes(x[i] + k, rest), load_bytes(w[j] + k, rest), sum[i * cols + j]);
-
-    float y[SUMS];
-    if (rows * cols == SUMS)
-        tile_sums(sum, y);
-    else
-        for (int i = 0; i < rows * cols; i++) y[i] = v_sum(sum[i]);
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < cols; j++) {
-            size_t o = (size_t)(t + i) * a->N + n + j;
-            float v = y[i * cols + j] + (a->bias ? a->bias[n + j] : 0.0f);
-            if (a->accumulate)
-                ((float *)a->out)[o] += v;
-            else if (a->out_type == F32)
-                ((float *)a->out)[o] = v;
-            else
-                ((bf16 *)a->out)[o] = f32_to_bf16(v);
-        }
+// Vector j of a group.
+INLINE i32x16 tile_vector(Dtype type, const char *group, int j) {
+    if (type != Q4) return load_bytes(group + 64 * j, 64);
+    i32x16 both = load_bytes(group + 64 * (j / 2), 64);
+    return (j % 2 ? both >> 4 : both) & 0x0f0f0f0f;
 }
 
-// Rows t .. t_end of the outputs n .. n_end, of which there are at most SUMS.
-INLINE void linear_block(const Linear *a, Dtype type, int t, int t_end, int n, int n_end) {
-    for (; t + MR <= t_end; t += MR) {
-        int j = n;
-        for (; j + NR <= n_end; j += NR) linear_tile(a, type, t, j, MR, NR);
-        for (; j < n_end; j++)
-            for (int i = 0; i < MR; i++) linear_tile(a, type, t + i, j, 1, 1);
+// A group's sums, added to the outputs.
+INLINE f32x16 add_group(Dtype type, f32x16 sum, i32x16 dots, f32x16 scale, float x_scale) {
+    if (type < Q8) return sum + (f32x16)dots;
+    return v_fma(__builtin_convertvector(dots, f32x16), scale * x_scale, sum);
+}
+
+// n groups of `tiles` tiles (their first groups at w, their scales at `scales`, both `stride` apart) times `rows` rows
+// of x, added to sums (rows, QN, 16).
+INLINE void linear_tile(Dtype type, const char *w, const char *scales, size_t stride, const XGroup *x, int x_stride,
+                        float *sums, int n, int rows, int tiles) {
+    f32x16 sum[QM][QN], scale[QN] = {0};
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < tiles; i++) sum[r][i] = v_load(sums + (r * QN + i) * Q_ROWS);
+    for (; n > 0; n--, x++, w += tile_group_bytes(type), scales += Q_ROWS * 2) {
+        i32x16 dots[QM][QN];
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < tiles; i++) dots[r][i] = (i32x16){0} + (type >= Q8 ? x[(size_t)r * x_stride].start : 0);
+#pragma GCC unroll 16
+        for (int j = 0; j < 16; j++) {
+            i32x16 v[QN];
+            for (int i = 0; i < tiles; i++) v[i] = tile_vector(type, w + i * stride, j);
+            for (int r = 0; r < rows; r++)
+                for (int i = 0; i < tiles; i++)
+                    dots[r][i] = dot_step(type, dots[r][i], v[i], x[(size_t)r * x_stride].bytes + 4 * j);
+        }
+        for (int i = 0; type >= Q8 && i < tiles; i++) scale[i] = v_load_f16((const uint16_t *)(scales + i * stride));
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < tiles; i++)
+                sum[r][i] = add_group(type, sum[r][i], dots[r][i], scale[i], x[(size_t)r * x_stride].scale);
     }
-    for (; t < t_end; t++)
-        if (n_end - n == SUMS)
-            linear_tile(a, type, t, n, 1, SUMS);
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < tiles; i++) v_store(sums + (r * QN + i) * Q_ROWS, sum[r][i]);
+}
+
+// All T rows, QM at a time; a remainder of 4 is 2 and 2.
+INLINE void linear_slice(Dtype type, const char *w, const char *scales, size_t stride, const XGroup *x, int x_stride,
+                         float *sums, int n, int T, int tiles) {
+    for (int t = 0, rows; t < T; t += rows, x += (size_t)rows * x_stride, sums += (size_t)rows * QN * Q_ROWS) {
+        rows = T - t < QM ? T - t : QM;
+        if (QM == 3 && T - t == 4) rows = 2;
+        if (rows == QM)
+            linear_tile(type, w, scales, stride, x, x_stride, sums, n, QM, tiles);
+        else if (rows > 1)
+            linear_tile(type, w, scales, stride, x, x_stride, sums, n, 2, tiles), rows = 2;
         else
-            for (int j = n; j < n_end; j++) linear_tile(a, type, t, j, 1, 1);
+            linear_tile(type, w, scales, stride, x, x_stride, sums, n, 1, tiles);
+    }
+}
+
+// 16 sums -> row t of out, columns n on, `count` of them.
+INLINE void linear_result(const Linear *a, f32x16 y, int t, int n, int count) {
+    size_t o = (size_t)t * a->N + n;
+    float part[LANES];
+    for (int i = 0; count < LANES && i < LANES; i++) part[i] = a->bias && i < count ? a->bias[n + i] : 0;
+    if (a->bias) y += count < LANES ? v_load(part) : v_load(a->bias + n);
+    if (count == LANES) {
+        if (a->accumulate) y += v_get(a->out, F32, o);
+        v_put(a->out, a->out_type, o, y);
+    } else
+        for (int i = 0; i < count; i++) {
+            float before = a->accumulate ? ((float *)a->out)[o + i] : 0;
+            put(a->out, a->out_type, o + i, a->accumulate ? before + y[i] : y[i]);
+        }
+}
+
+// The outputs of QN tiles from n on, or of fewer at the end, for rows t .. t + T of out.
+INLINE void linear_block(const Linear *a, Dtype type, int n, int t, int T) {
+    float sums[QT_ROWS][QN * Q_ROWS];
+    char made[QN][MADE_SLICE * TILE_GROUP] __attribute__((aligned(64)));
+    memset(sums, 0, T * sizeof *sums);
+    int outputs = a->N - n < QN * Q_ROWS ? a->N - n : QN * Q_ROWS, tiles = (outputs + Q_ROWS - 1) / Q_ROWS;
+    size_t stride = type < Q8 ? sizeof made[0] : a->tile_bytes;
+    int slice = type < Q8 ? MADE_SLICE : QSLICE;
+    for (int g = 0; g < a->groups; g += slice) {
+        int count = a->groups - g < slice ? a->groups - g : slice;
+        const char *w = made[0], *scales = NULL;
+        if (type >= Q8) {
+            const char *tile = a->w + n / Q_ROWS * stride;
+            w = tile + g * tile_group_bytes(type);
+            scales = tile + a->groups * tile_group_bytes(type) + (size_t)g * Q_ROWS * 2;
+        } else
+            for (int i = 0; i < tiles; i++) {
+                int rows = outputs - i * Q_ROWS < Q_ROWS ? outputs - i * Q_ROWS : Q_ROWS;
+                size_t first = g * (size_t)64, left = a->row_bytes - first, bytes = MADE_SLICE * 64;
+                bool last = left <= bytes; // then the next rows' first slice is next
+                make_tile(made[i], a->w + (size_t)(n + i * Q_ROWS) * a->row_bytes + first, a->row_bytes, rows,
+                          last ? left : bytes, last ? QN * Q_ROWS * a->row_bytes - first : bytes);
+            }
+        if (tiles == QN)
+            linear_slice(type, w, scales, stride, x_groups + g, a->groups, sums[0], count, T, QN);
+        else
+            for (int i = 0; i < tiles; i++)
+                linear_slice(type, w + i * stride, scales + (type < Q8 ? 0 : i * stride), stride, x_groups + g,
+                             a->groups, sums[0] + i * Q_ROWS, count, T, 1);
+    }
+    for (int i = 0; i < T; i++)
+        for (int j = 0; j < outputs; j += LANES)
+            linear_result(a, v_load(sums[i] + j), t + i, n + j, outputs - j < LANES ? outputs - j : LANES);
 }
 
 static void cpu_linear(void *out, Dtype out_type, const void *x, const void *w, Dtype type, const float *bias, int T,
                        int N, int K, bool accumulate) {
     assert(!accumulate || out_type == F32);
-    Linear a = {out, x, w, bias, (size_t)K * dtype_bytes(type), N, type, out_type, accumulate};
-    int blocks = (N + SUMS - 1) / SUMS;
-#pragma omp parallel if ((size_t)T * N * K > PARALLEL_MACS)
-    for (int t = 0; t < T; t += TB) {
-        int t_end = t + TB < T ? t + TB : T;
+    size_t e = width(type);
+    int in_group = type >= Q8 ? Q_GROUP : 64 / (int)e, groups = (K + in_group - 1) / in_group;
+    int step = X_GROUPS / groups < QT_ROWS ? X_GROUPS / groups : QT_ROWS;
+    Linear a = {out, w, bias, N, groups, K * e, type < Q8 ? 0 : tile_bytes(type, K), out_type, accumulate};
+    assert(step > 0);
+    for (int t = 0; t < T; t += step) {
+        int rows = t + step < T ? step : T - t;
+#pragma omp parallel if ((size_t)rows * N * K > PARALLEL_MACS)
+        {
+#pragma omp for schedule(static)
+            for (int i = 0; i < rows; i++)
+                prepare_row(x_groups + (size_t)i * groups, type, (const char *)x + (size_t)(t + i) * K * e, K);
 #pragma omp for schedule(static) nowait
-        for (int b = 0; b < blocks; b++) {
-            int n = b * SUMS, n_end = n + SUMS < N ? n + SUMS : N;
-            if (type == F32)
-                linear_block(&a, F32, t, t_end, n, n_end);
-            else
-                linear_block(&a, BF16, t, t_end, n, n_end);
+            for (int n = 0; n < N; n += QN * Q_ROWS) switch (type) {
+                case F32: linear_block(&a, F32, n, t, rows); break;
+                case BF16: linear_block(&a, BF16, n, t, rows); break;
+                case Q8: linear_block(&a, Q8, n, t, rows); break;
+                case Q4: linear_block(&a, Q4, n, t, rows); break;
+                }
         }
     }
 }
@@ -380,21 +634,23 @@ static void cpu_rope(void *x, Dtype type, int stride, const float *cos, const fl
 // ---------------------------------------------------------------------------------------------
 // kv_store
 //
-// Inside a block: keys as (H_kv, D, KV_BLOCK), values as (H_kv, KV_BLOCK, D). With keys transposed the 16
-// scores of a block are 16 lanes: no sum across lanes is ever needed.
+// Inside a block: keys as (H_kv, D, KV_BLOCK), values as (H_kv, KV_BLOCK, D). Keys are turned like a tile of linear's,
+// four bytes at a time (a pair of bf16): the 16 scores of a block are 16 lanes, and no sum across lanes is ever needed.
 
 static void cpu_kv_store(void *kv, size_t block_bytes, Dtype type, const void *k, const void *v, int stride,
                          const int32_t *slot, int T, int H_kv, int D) {
-    size_t e = dtype_bytes(type), values = (size_t)H_kv * D * KV_BLOCK;
+    size_t row = D * width(type), values = H_kv * row * KV_BLOCK;
+    assert(row % 4 == 0);
 #pragma omp parallel for if ((size_t)T * H_kv * D > PARALLEL_WORK)
     for (int t = 0; t < T; t++) {
         char *block = (char *)kv + (size_t)(slot[t] / KV_BLOCK) * block_bytes;
         int place = slot[t] % KV_BLOCK;
         for (int h = 0; h < H_kv; h++) {
             const char *key = at(k, type, (size_t)t * stride + (size_t)h * D);
-            for (int d = 0; d < D; d++) memcpy(block + (((size_t)h * D + d) * KV_BLOCK + place) * e, key + d * e, e);
-            memcpy(block + (values + ((size_t)h * KV_BLOCK + place) * D) * e,
-                   at(v, type, (size_t)t * stride + (size_t)h * D), D * e);
+            char *keys = block + h * row * KV_BLOCK + place * 4;
+            for (size_t u = 0; u < row; u += 4) memcpy(keys + u * KV_BLOCK, key + u, 4);
+            memcpy(block + values + ((size_t)h * KV_BLOCK + place) * row,
+                   at(v, type, (size_t)t * stride + (size_t)h * D), row);
         }
     }
 }
@@ -402,115 +658,159 @@ static void cpu_kv_store(void *kv, size_t block_bytes, Dtype type, const void *k
 // ---------------------------------------------------------------------------------------------
 // Attention
 //
-// Both attentions are one loop: a tile of up to QT query rows of one head goes over the keys in chunks of
-// 16, with the online softmax: a running maximum m, sum l and weighted values acc, rescaled when the
-// maximum grows. Scores never leave the registers. Chunks begin at fixed key positions, so
-// a row adds in the same order whatever else is in the tile.
+// Both attentions are one loop: a tile of up to QT query rows of one head goes over the keys in chunks of 64, with
+// the online softmax: a running maximum m, sum l and weighted values acc, rescaled when the maximum grows. Scores are
+// products like linear's, of turned keys, and never leave the registers; weights stay f32, and so do values where they
+// are weighted. Chunks begin at fixed key positions, so a row adds in the same order whatever else is in the tile.
 
-enum { QT = 32, D_MAX = 256, ROWS = 4 }; // ROWS of a tile go together, to share each load of keys and values
-static_assert((int)KV_BLOCK == (int)LANES, "a block of the cache is one chunk of keys");
+enum { QT = 64, D_MAX = 256, CHUNK = 64, BLOCKS = CHUNK / LANES };
+#if defined(__AVX512F__)
+enum { ROWS = 4 }; // of a tile go together, to share each load of keys and values
+#else
+enum { ROWS = 1 };
+#endif
+static_assert((int)KV_BLOCK == (int)LANES, "a block of the cache is one vector of keys");
 
 typedef struct Tile {
-    int rows, D, Dp; // Dp: D up to whole vectors
-    float scale;
+    float acc[QT * D_MAX];       // (rows, Dp)
+    float values[CHUNK * D_MAX]; // (CHUNK, Dp)
+    f32x16 l[QT];                // in lanes: added up at the end
+    float m[QT];
     int lo[QT], hi[QT]; // keys that each row may see
-    float m[QT], l[QT];
-    float q[QT][D_MAX], acc[QT][D_MAX];
-    float keys[D_MAX][LANES], values[LANES][D_MAX]; // the chunk
+    const char *q[QT];
+    const char *keys[BLOCKS]; // of the chunk, turned
+    int rows, D, Dp;          // Dp: D up to whole vectors
+    float scale;
 } Tile;
 
 static void tile_begin(Tile *t, int rows, int D) {
     t->rows = rows, t->D = D, t->Dp = (D + LANES - 1) / LANES * LANES;
     t->scale = 1.0f / sqrtf((float)D);
-    for (int r = 0; r < rows; r++) {
-        t->m[r] = -INFINITY, t->l[r] = 0;
-        memset(t->acc[r], 0, t->Dp * sizeof(float));
+    for (int r = 0; r < rows; r++) t->m[r] = -INFINITY, t->l[r] = (f32x16){0};
+    memset(t->acc, 0, (size_t)rows * t->Dp * sizeof(float));
+}
+
+INLINE void tile_query(Tile *t, int row, const void *q, int lo, int hi) {
+    t->lo[row] = lo, t->hi[row] = hi, t->q[row] = q;
+}
+
+// The scores of the chunk's keys for `n` rows.
+INLINE void tile_scores(const Tile *t, Dtype type, int row, int n, f32x16 scores[ROWS][BLOCKS]) {
+    i32x16 s[ROWS][BLOCKS] = {0};
+    size_t bytes = t->D * width(type);
+#pragma GCC unroll 4
+    for (size_t u = 0; u < bytes; u += 4) {
+        i32x16 key[BLOCKS];
+        for (int b = 0; b < BLOCKS; b++) key[b] = load_bytes(t->keys[b] + u * LANES, 64);
+        for (int r = 0; r < n; r++)
+            for (int b = 0; b < BLOCKS; b++)
+                s[r][b] = dot_step(type, s[r][b], key[b], (const int8_t *)t->q[row + r] + u);
     }
-    for (int j = 0; j < LANES; j++) memset(t->values[j], 0, t->Dp * sizeof(float));
-}
-
-static void tile_query(Tile *t, int row, const void *q, Dtype type, int lo, int hi) {
-    t->lo[row] = lo, t->hi[row] = hi;
-    for (int d = 0; d < t->D; d++) t->q[row][d] = get(q, type, d);
-}
-
-// The scores of 16 keys for `n` rows, each as four sums over every fourth d: enough multiply-adds under way.
-INLINE void tile_scores(const Tile *t, int row, int n, f32x16 *scores) {
-    f32x16 s[ROWS][4] = {0};
-    int d = 0;
-    for (; d + 4 <= t->D; d += 4)
-        for (int i = 0; i < 4; i++)
-            for (int r = 0; r < n; r++) s[r][i] = v_fma(v_set(t->q[row + r][d + i]), v_load(t->keys[d + i]), s[r][i]);
-    for (int i = 0; d + i < t->D; i++)
-        for (int r = 0; r < n; r++) s[r][i] = v_fma(v_set(t->q[row + r][d + i]), v_load(t->keys[d + i]), s[r][i]);
-    for (int r = 0; r < n; r++) scores[r] = ((s[r][0] + s[r][1]) + (s[r][2] + s[r][3])) * t->scale;
-}
-
-// acc = acc * shrink + p values, `vectors` at a time.
-INLINE void tile_mix(Tile *t, int row, int n, int d, int vectors, const float (*p)[LANES], const float *shrink) {
-    f32x16 acc[ROWS][4];
     for (int r = 0; r < n; r++)
-        for (int i = 0; i < vectors; i++) acc[r][i] = v_load(t->acc[row + r] + d + i * LANES) * shrink[r];
-    for (int j = 0; j < LANES; j++)
+        for (int b = 0; b < BLOCKS; b++) scores[r][b] = (f32x16)s[r][b] * t->scale;
+}
+
+// acc = acc * shrink + p values, `vectors` at a time, for the first `keys` of the chunk: the others' weights are 0.
+INLINE void tile_mix(Tile *t, int row, int n, int d, int vectors, const float (*p)[CHUNK], const float *shrink,
+                     int keys) {
+    f32x16 acc[ROWS][5];
+    float *to = t->acc + (size_t)row * t->Dp + d;
+    for (int r = 0; r < n; r++)
+        for (int i = 0; i < vectors; i++) acc[r][i] = v_load(to + r * t->Dp + i * LANES) * shrink[r];
+    for (int j = 0; j < keys; j++) {
+        f32x16 weight[ROWS];
+        for (int r = 0; r < n; r++) weight[r] = v_set(p[r][j]);
         for (int i = 0; i < vectors; i++) {
-            f32x16 value = v_load(t->values[j] + d + i * LANES);
-            for (int r = 0; r < n; r++) acc[r][i] = v_fma(v_set(p[r][j]), value, acc[r][i]);
+            f32x16 value = v_load(t->values + (size_t)j * t->Dp + d + i * LANES);
+            for (int r = 0; r < n; r++) acc[r][i] = v_fma(weight[r], value, acc[r][i]);
         }
+    }
     for (int r = 0; r < n; r++)
-        for (int i = 0; i < vectors; i++) v_store(t->acc[row + r] + d + i * LANES, acc[r][i]);
+        for (int i = 0; i < vectors; i++) v_store(to + r * t->Dp + i * LANES, acc[r][i]);
 }
 
-// Let `n` rows see the chunk of keys that begins at position `first`. A masked key has weight exactly 0, and its
-// value is finite, so it adds nothing.
-INLINE void tile_rows(Tile *t, int row, int n, int first) {
-    f32x16 scores[ROWS];
-    float p[ROWS][LANES], shrink[ROWS];
-    tile_scores(t, row, n, scores);
-    for (int r = 0; r < n; r++) {
-        i32x16 key = lane_index + first;
-        f32x16 s = v_select((key >= t->lo[row + r]) & (key < t->hi[row + r]), scores[r], v_set(-INFINITY));
-        float before = t->m[row + r], m = v_max_lane(v_max(v_set(before), s));
-        f32x16 weights = v_exp(s - m);
-        shrink[r] = m == before ? 1 : v_exp(v_set(before - m))[0]; // v_exp(0) is exactly 1
-        t->m[row + r] = m;
-        t->l[row + r] = t->l[row + r] * shrink[r] + v_sum(weights);
-        v_store(p[r], weights);
+// A row's scores -> weights p and what its sums shrink by. A masked key has weight exactly 0, and its value is finite,
+// so it adds nothing.
+INLINE float tile_weights(Tile *t, int row, int first, f32x16 s[BLOCKS], float *p) {
+    f32x16 most = v_set(t->m[row]);
+    bool whole = t->lo[row] <= first && t->hi[row] >= first + CHUNK;
+    for (int b = 0; b < BLOCKS; b++) {
+        i32x16 key = lane_index + (first + b * LANES);
+        if (!whole) s[b] = v_select((key >= t->lo[row]) & (key < t->hi[row]), s[b], v_set(-INFINITY));
+        most = v_max(most, s[b]);
     }
+    float before = t->m[row], m = v_max_lane(most), shrink = 1; // v_exp(0) is exactly 1
+    if (m != before) shrink = v_exp(v_set(before - m))[0];
+    f32x16 l = t->l[row] * shrink;
+    for (int b = 0; b < BLOCKS; b++) {
+        f32x16 weights = v_exp(s[b] - m);
+        v_store(p + b * LANES, weights);
+        l += weights;
+    }
+    t->m[row] = m, t->l[row] = l;
+    return shrink;
+}
+
+// Let `n` rows see the chunk, which begins at position `first` and has `keys` keys.
+INLINE void tile_rows(Tile *t, Dtype type, int row, int n, int first, int keys) {
+    f32x16 scores[ROWS][BLOCKS];
+    float p[ROWS][CHUNK], shrink[ROWS];
+    tile_scores(t, type, row, n, scores);
+    for (int r = 0; r < n; r++) shrink[r] = tile_weights(t, row + r, first, scores[r], p[r]);
     int d = 0;
-    for (; d + 4 * LANES <= t->Dp; d += 4 * LANES) tile_mix(t, row, n, d, 4, p, shrink);
-    for (; d < t->Dp; d += LANES) tile_mix(t, row, n, d, 1, p, shrink);
+    if (t->Dp == 5 * LANES) tile_mix(t, row, n, 0, 5, p, shrink, keys), d = t->Dp; // the vision tower's 80
+    for (; d + 4 * LANES <= t->Dp; d += 4 * LANES) tile_mix(t, row, n, d, 4, p, shrink, keys);
+    for (; d < t->Dp; d += LANES) tile_mix(t, row, n, d, 1, p, shrink, keys);
 }
 
 static bool tile_row_sees(const Tile *t, int row, int first) {
-    return t->hi[row] > first && t->lo[row] < first + LANES;
+    return t->hi[row] > first && t->lo[row] < first + CHUNK;
 }
 
-static void tile_chunk(Tile *t, int first) {
+INLINE void tile_chunk(Tile *t, Dtype type, int first, int keys) {
     for (int r = 0; r < t->rows;) {
         int seeing = 0;
         while (seeing < ROWS && r + seeing < t->rows && tile_row_sees(t, r + seeing, first)) seeing++;
         if (seeing == ROWS)
-            tile_rows(t, r, ROWS, first), r += ROWS;
+            tile_rows(t, type, r, ROWS, first, keys), r += ROWS;
+        else if (seeing >= 2)
+            tile_rows(t, type, r, 2, first, keys), r += 2;
         else if (seeing)
-            tile_rows(t, r, 1, first), r++;
+            tile_rows(t, type, r, 1, first, keys), r++;
         else
             r++;
     }
 }
 
-static void tile_result(const Tile *t, int row, void *out, Dtype type) {
-    for (int d = 0; d < t->D; d++) put(out, type, d, t->acc[row][d] / t->l[row]);
+INLINE void tile_result(const Tile *t, int row, void *out, Dtype type) {
+    const float *acc = t->acc + (size_t)row * t->Dp;
+    float l = v_sum(t->l[row]);
+    int d = 0;
+    for (; d + LANES <= t->D; d += LANES) v_put(out, type, d, v_load(acc + d) / l);
+    for (; d < t->D; d++) put(out, type, d, acc[d] / l);
 }
 
-// Fill the chunk from a block of the cache. Places past `n` were never written: zero, for 0 * NaN is NaN.
-INLINE void tile_load_block(Tile *t, const void *block, Dtype type, int h, int H_kv, int n) {
-    int D = t->D;
-    size_t keys = (size_t)h * D * KV_BLOCK, values = (size_t)H_kv * D * KV_BLOCK + keys;
-    for (int d = 0; d < D; d++)
-        for (int j = 0; j < KV_BLOCK; j++) t->keys[d][j] = get(block, type, keys + (size_t)d * KV_BLOCK + j);
-    for (int j = 0; j < n; j++)
-        for (int d = 0; d < D; d++) t->values[j][d] = get(block, type, values + (size_t)j * D + d);
-    for (int j = n; j < KV_BLOCK; j++) memset(t->values[j], 0, t->Dp * sizeof(float));
+// `n` rows of D numbers, `stride` apart -> values from row j of the chunk on, as f32.
+INLINE void tile_values(Tile *t, int j, const void *v, Dtype type, size_t stride, int n) {
+    for (int i = 0; i < n; i++) {
+        float *to = t->values + (size_t)(j + i) * t->Dp;
+        int d = 0;
+        for (; d + LANES <= t->D; d += LANES) v_store(to + d, v_get(v, type, i * stride + d));
+        for (; d < t->D; d++) to[d] = get(v, type, i * stride + d);
+        for (; d < t->Dp; d++) to[d] = 0;
+    }
+}
+
+// The chunk from blocks of the cache: n keys. Where keys were never written their scores are masked.
+INLINE void tile_load_blocks(Tile *t, const char *kv, size_t block_bytes, const int32_t *blocks, Dtype type, int h,
+                             int H_kv, int n) {
+    size_t head = (size_t)h * t->D * KV_BLOCK, values = (size_t)H_kv * t->D * KV_BLOCK + head;
+    for (int b = 0; b < BLOCKS; b++) {
+        int here = n - b * KV_BLOCK < KV_BLOCK ? n - b * KV_BLOCK : KV_BLOCK;
+        const char *block = kv + (size_t)blocks[here > 0 ? b : 0] * block_bytes;
+        t->keys[b] = at(block, type, head);
+        tile_values(t, b * KV_BLOCK, at(block, type, values), type, t->D, here);
+    }
 }
 
 // Tokens of a sequence whose queries share a tile: as many as fit with all heads of the group.
@@ -538,14 +838,14 @@ INLINE void paged_tile(const Paged *a, Dtype type, int b, int h, int h_first, in
         int row = first + r / heads, head = h_first + r % heads;
         int end = a->kv_len[b] - a->cu_seqlens[b + 1] + row + 1;
         int begin = a->window > 0 && end > a->window ? end - a->window : 0;
-        tile_query(&t, r, at(a->q, type, (size_t)row * a->stride + (size_t)head * a->D), type, begin, end);
+        tile_query(&t, r, at(a->q, type, (size_t)row * a->stride + (size_t)head * a->D), begin, end);
         lo = begin < lo ? begin : lo, hi = end > hi ? end : hi;
     }
     const int32_t *table = a->block_table + (size_t)b * a->table_stride;
-    for (int s = lo / KV_BLOCK * KV_BLOCK; s < hi; s += KV_BLOCK) {
-        int n = hi - s < KV_BLOCK ? hi - s : KV_BLOCK;
-        tile_load_block(&t, a->kv + (size_t)table[s / KV_BLOCK] * a->block_bytes, type, h, a->H_kv, n);
-        tile_chunk(&t, s);
+    for (int s = lo / CHUNK * CHUNK; s < hi; s += CHUNK) {
+        int n = hi - s < CHUNK ? hi - s : CHUNK;
+        tile_load_blocks(&t, a->kv, a->block_bytes, table + s / KV_BLOCK, type, h, a->H_kv, n);
+        tile_chunk(&t, type, s, n);
     }
     for (int r = 0; r < t.rows; r++) {
         size_t o = ((size_t)(first + r / heads) * a->H + h_first + r % heads) * a->D;
@@ -588,16 +888,6 @@ static void cpu_attention_paged(void *out, Dtype type, const void *q, int stride
     for (int i = 0; i < tiles * H_kv; i++) paged_item(&a, i);
 }
 
-// Fill the chunk from rows of qkv: transpose the keys, copy the values.
-INLINE void tile_load_rows(Tile *t, const void *k, const void *v, Dtype type, size_t stride, int n) {
-    for (int j = 0; j < n; j++)
-        for (int d = 0; d < t->D; d++) {
-            t->keys[d][j] = get(k, type, j * stride + d);
-            t->values[j][d] = get(v, type, j * stride + d);
-        }
-    for (int j = n; j < LANES; j++) memset(t->values[j], 0, t->Dp * sizeof(float));
-}
-
 typedef struct Segments { // the arguments of attention_segments, for the tiles
     void *out;
     Dtype type;
@@ -608,19 +898,23 @@ typedef struct Segments { // the arguments of attention_segments, for the tiles
 // Rows from .. to of head h, in the segment of rows begin .. end.
 INLINE void segment_tile(const Segments *a, Dtype type, int begin, int end, int from, int to, int h) {
     Tile t;
-    size_t D = a->D, width = (size_t)a->H * D, stride = 3 * width;
+    char made[BLOCKS][D_MAX * 4 * LANES] __attribute__((aligned(64)));
+    size_t D = a->D, across = (size_t)a->H * D, stride = 3 * across, e = width(type);
     tile_begin(&t, to - from, a->D);
-    memset(t.keys, 0, sizeof t.keys[0] * D);
-    for (int r = from; r < to; r++)
-        tile_query(&t, r - from, at(a->qkv, type, r * stride + h * D), type, 0, end - begin);
-    for (int s = begin; s < end; s += LANES) {
-        size_t head = s * stride + h * D;
-        tile_load_rows(&t, at(a->qkv, type, head + width), at(a->qkv, type, head + 2 * width), type, stride,
-                       end - s < LANES ? end - s : LANES);
-        tile_chunk(&t, s - begin);
+    for (int r = from; r < to; r++) tile_query(&t, r - from, at(a->qkv, type, r * stride + h * D), 0, end - begin);
+    for (int s = begin; s < end; s += CHUNK) {
+        int n = end - s < CHUNK ? end - s : CHUNK;
+        const char *keys = at(a->qkv, type, s * stride + across + h * D);
+        for (int b = 0; b < BLOCKS; b++) {
+            int here = n - b * LANES < LANES ? n - b * LANES : LANES;
+            if (here > 0) make_tile(made[b], keys + b * LANES * stride * e, stride * e, here, D * e, 0);
+            t.keys[b] = made[here > 0 ? b : 0];
+        }
+        tile_values(&t, 0, at(a->qkv, type, s * stride + 2 * across + h * D), type, stride, n);
+        tile_chunk(&t, type, s - begin, n);
     }
     for (int r = from; r < to; r++)
-        tile_result(&t, r - from, (void *)at(a->out, type, (r - a->first) * width + h * D), type);
+        tile_result(&t, r - from, (void *)at(a->out, type, (r - a->first) * across + h * D), type);
 }
 
 static void cpu_attention_segments(void *out, Dtype type, const void *qkv, const int32_t *cu_seqlens, int segments,
@@ -647,14 +941,15 @@ static void cpu_attention_segments(void *out, Dtype type, const void *qkv, const
 // ---------------------------------------------------------------------------------------------
 // glu, gelu
 
+INLINE f32x16 v_glu(f32x16 gate, f32x16 up) { return gate / (v_exp(-gate) + 1.0f) * up; }
+
 INLINE void glu_row(void *out, const void *gate_up, Dtype type, int F) {
-    for (int f = 0; f < F; f += LANES) {
-        int n = F - f < LANES ? F - f : LANES;
-        f32x16 gate = {0}, up = {0};
-        for (int i = 0; i < n; i++) gate[i] = get(gate_up, type, f + i), up[i] = get(gate_up, type, F + f + i);
-        f32x16 y = gate / (v_exp(-gate) + 1.0f) * up;
-        for (int i = 0; i < n; i++) put(out, type, f + i, y[i]);
-    }
+    int f = 0;
+    for (; f + LANES <= F; f += LANES) v_put(out, type, f, v_glu(v_get(gate_up, type, f), v_get(gate_up, type, F + f)));
+    f32x16 gate = {0}, up = {0};
+    for (int i = 0; f + i < F; i++) gate[i] = get(gate_up, type, f + i), up[i] = get(gate_up, type, F + f + i);
+    f32x16 y = v_glu(gate, up);
+    for (int i = 0; f + i < F; i++) put(out, type, f + i, y[i]);
 }
 
 static void cpu_glu(void *out, const void *gate_up, Dtype type, int T, int F) {
@@ -812,6 +1107,7 @@ static void cpu_sample(Sampled *out, const float *logits, float *work, const Sam
 const Device device_cpu = {
     .name = "cpu",
     .unified = true,
+    .quantised = true,
     .step_patches = 256,
     .reserve = cpu_reserve,
     .reserve_host = cpu_reserve,

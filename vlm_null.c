@@ -7,31 +7,37 @@
 
 static struct {
     Roofline roofline;
-    double seconds;
+    double seconds, bytes, flops;
     bool measuring;
-} null = {.roofline = {"h100", 3.35e12 * 0.85, 989e12 * 0.6, 3e-6}};
+} null = {.roofline = {"h100", 3.35e12, 989e12, 3.35e12 * 0.85, 989e12 * 0.6, 3e-6}};
 
 // Peaks are the makers' figures: memory, and dense bf16 with f32 sums. Good kernels reach about 85% of the one and 60%
 // of the other; 3 microseconds is the usual cost of an operation in a captured graph.
 bool null_preset(const char *name, Roofline *r) {
     static const Roofline presets[] = {
-        {"h100", 3.35e12 * 0.85, 989e12 * 0.6, 3e-6},
-        {"h200", 4.8e12 * 0.85, 989e12 * 0.6, 3e-6},
-        {"rtx4090", 1.008e12 * 0.85, 165e12 * 0.6, 3e-6},
+        {.name = "h100", .peak_bandwidth = 3.35e12, .peak_flops = 989e12},
+        {.name = "h200", .peak_bandwidth = 4.8e12, .peak_flops = 989e12},
+        {.name = "rtx4090", .peak_bandwidth = 1.008e12, .peak_flops = 165e12},
     };
-    for (size_t i = 0; i < sizeof presets / sizeof *presets; i++)
-        if (!strcmp(name, presets[i].name)) return *r = presets[i], true;
+    for (size_t i = 0; i < sizeof presets / sizeof *presets; i++) {
+        if (strcmp(name, presets[i].name)) continue;
+        *r = presets[i];
+        r->bandwidth = r->peak_bandwidth * 0.85, r->flops = r->peak_flops * 0.6, r->launch = 3e-6;
+        return true;
+    }
     return false;
 }
 
 void null_use(const Roofline *r) { null.roofline = *r; }
 void null_measure(bool measuring) { null.measuring = measuring; }
 static double null_clock(void) { return null.seconds; }
+void null_work(double *bytes, double *flops) { *bytes = null.bytes, *flops = null.flops; }
 
 static void work(double bytes, double flops) {
     const Roofline *r = &null.roofline;
     double memory = bytes / r->bandwidth, compute = flops / r->flops;
     null.seconds += r->launch + (memory > compute ? memory : compute);
+    null.bytes += bytes, null.flops += flops;
 }
 
 // Addresses without memory behind them until they are touched, and only the step's small inputs ever are.
@@ -50,7 +56,7 @@ static void null_copy(void *dst, const void *src, size_t bytes) {
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 
 static void null_embed(float *out, const void *table, Dtype type, const int32_t *ids, int T, int C) {
-    work((double)T * C * (4 + dtype_bytes(type)), 0);
+    work((double)T * C * (4 + (double)matrix_bytes(type, Q_ROWS, C) / (Q_ROWS * C)), 0);
 }
 
 static void null_gather_rows(void *dst, const void *src, const int32_t *index, int n, size_t row_bytes) {
@@ -63,7 +69,7 @@ static void null_rmsnorm(void *out, Dtype type, const float *x, const float *wei
 
 static void null_linear(void *out, Dtype out_type, const void *x, const void *w, Dtype type, const float *bias, int T,
                         int N, int K, bool accumulate) {
-    double operands = ((double)N * K + (double)T * K) * dtype_bytes(type);
+    double operands = (double)matrix_bytes(type, N, K) + (double)T * K * dtype_bytes(compute_type(type));
     work(operands + (double)T * N * dtype_bytes(out_type) * (1 + accumulate), 2.0 * T * N * K);
 }
 
@@ -93,11 +99,17 @@ static void null_attention_paged(void *out, Dtype type, const void *q, int strid
     work(keys * 2 * H_kv * D * dtype_bytes(type), 4 * pairs * H * D);
 }
 
-// Windows are short: n rows see a window each. One segment is the whole picture.
+// Each row meets the keys of its segment; the segments that the rows lie in are read once.
 static void null_attention_segments(void *out, Dtype type, const void *qkv, const int32_t *cu_seqlens, int segments,
                                     int first, int n, int H, int D) {
-    double keys = null.measuring ? 0 : (double)cu_seqlens[segments] / segments;
-    work((n + keys) * 3 * H * D * dtype_bytes(type), 4 * n * keys * H * D);
+    double keys = 0, pairs = 0;
+    for (int i = 0; i < segments && !null.measuring; i++) {
+        int from = cu_seqlens[i] > first ? cu_seqlens[i] : first;
+        int to = cu_seqlens[i + 1] < first + n ? cu_seqlens[i + 1] : first + n;
+        double S = cu_seqlens[i + 1] - cu_seqlens[i];
+        if (from < to) keys += S, pairs += (to - from) * S;
+    }
+    work((2 * n + 2 * keys) * H * D * dtype_bytes(type), 4 * pairs * H * D);
 }
 
 static void null_glu(void *out, const void *gate_up, Dtype type, int T, int F) {
@@ -116,6 +128,7 @@ static void null_sample(Sampled *out, const float *logits, float *work_space, co
 const Device device_null = {
     .name = "null",
     .unified = true,
+    .quantised = true,
     .step_patches = 4096,
     .clock = null_clock,
     .reserve = null_reserve,

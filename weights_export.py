@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Turn a Hugging Face checkpoint of Qwen2.5-VL into one .vlm file, the model file of vlm.c.
 
-    python weights_export.py CHECKPOINT_DIR OUT.vlm [--type f32|bf16] [--name TEXT] [--hint TEXT] [--sample PICTURE]
+    python weights_export.py CHECKPOINT_DIR OUT.vlm [--type f32|bf16|q8|q4] [--embed-type T] [--head-type T]
+                             [--vision-type T] [--name TEXT] [--hint TEXT] [--sample PICTURE]
 
 A .vlm file is a valid safetensors file (docs/format.md): the tensors in the order and layout that the
 engine reads, the tokenizer's tables as tensors, everything else as strings in the metadata. Everything is checked
@@ -11,7 +12,7 @@ when it is complete. Needs numpy and jinja2.
     checkpoint's files -> configuration    (what is not known is an error that names it)
                        -> tokenizer tables (vocabulary and merges as bytes and ids)
                        -> template pieces  (found by probing the Jinja template, then proven on conversations)
-                       -> tensors          (fused, converted, aligned to 64 bytes)
+                       -> tensors          (fused, converted or quantised, aligned to 64 bytes)
 """
 
 import argparse
@@ -697,9 +698,95 @@ def store_bf16(rows):
     return f32_to_bf16(rows).astype("<u2", copy=False)
 
 
-# The type of a model's matrices -> (safetensors dtype, bytes of a value, encoder of some whole rows of f32).
-# Quantised types will be entries here: encoders get whole rows so that groups along a row stay together.
-TYPES = {"f32": ("F32", 4, store_f32), "bf16": ("BF16", 2, store_bf16)}
+# ----------------------------------------------------------------------------------------------------------------------
+# Quantised matrices: whole numbers of 8 or 4 bits with an f16 scale for each group of a row. The layout is the
+# products' own (vlm_cpu.c, "linear"): a tile is 16 rows, so that a vector of 64 bytes has four numbers of
+# each of 16 outputs and the scales of 16 outputs are neighbours; whatever order the kernel would want is made here,
+# once, and never again in memory.
+
+Q_ROWS, Q_GROUP = 16, 64
+MAX_F16 = 65504.0
+
+
+def groups_of(columns):
+    return -(-columns // Q_GROUP)
+
+
+def tile_bytes(kind, columns):
+    """All groups' numbers, then all groups' scales."""
+    groups = groups_of(columns)
+    return groups * Q_ROWS * (Q_GROUP if kind == "q8" else Q_GROUP // 2) + -(-groups * Q_ROWS * 2 // ALIGN) * ALIGN
+
+
+def as_scale(scale):
+    """The nearest f16, as f32, and what to multiply by instead of dividing: 0 where the scale vanishes."""
+    scale = scale.astype(np.float16).astype(np.float32)
+    return scale, np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
+
+
+def round_q8(x):
+    """Groups (..., 64) -> numbers from -127 to 127, scales (..., 1)."""
+    scale, inverse = as_scale(np.abs(x).max(-1, keepdims=True) / 127)
+    return np.clip(np.rint(x * inverse), -127, 127).astype(np.int8), scale
+
+
+def round_q4(x):
+    """Groups (..., 64) -> numbers from -8 to 7, scales (..., 1). The largest number of a group may be cut: of nine scales,
+    from the one that keeps it to one of 0.7 of that, each group takes the one with the least squared error."""
+    peak = np.take_along_axis(x, np.abs(x).argmax(-1)[..., None], -1)
+    best = best_error = numbers = None
+    for reach in np.linspace(8, 8 / 0.7, 9, dtype=np.float32):
+        scale, inverse = as_scale(-peak / reach)
+        q = np.clip(np.rint(x * inverse), -8, 7)
+        error = np.square(x - q * scale).sum(-1, keepdims=True)
+        if best is None:
+            best, best_error, numbers = scale, error, q
+            continue
+        better = error < best_error
+        best, best_error, numbers = (
+            np.where(better, *pair) for pair in ((scale, best), (error, best_error), (q, numbers))
+        )
+    return numbers.astype(np.int8), best
+
+
+def quantise(kind, rows):
+    """(rows, values), rows a multiple of 16 -> tiles as bytes (tiles, bytes of a tile)."""
+    columns, groups = rows.shape[1], groups_of(rows.shape[1])
+    padded = np.zeros((rows.shape[0], groups * Q_GROUP), np.float32)
+    padded[:, :columns] = rows
+    q, scale = (round_q8 if kind == "q8" else round_q4)(padded.reshape(-1, groups, Q_GROUP))
+    q = q.reshape(-1, Q_ROWS, groups, Q_GROUP // 4, 4).transpose(0, 2, 3, 1, 4)  # tile, group, four, row, number
+    if kind == "q8":
+        q = (q.astype(np.int16) + 128).astype(np.uint8)
+    else:  # number k in the low half, k + 4 in the high one
+        q = (q + 8).astype(np.uint8)
+        q = q[:, :, 0::2] | q[:, :, 1::2] << 4
+    tiles = np.zeros((len(q), tile_bytes(kind, columns)), np.uint8)
+    numbers = q.reshape(len(q), -1)
+    tiles[:, : numbers.shape[1]] = numbers
+    scales = scale.reshape(-1, Q_ROWS, groups).transpose(0, 2, 1).astype("<f2")
+    scales = np.ascontiguousarray(scales).reshape(len(q), -1).view(np.uint8)
+    tiles[:, numbers.shape[1] : numbers.shape[1] + scales.shape[1]] = scales
+    return tiles
+
+
+def in_tiles(name, kind, pieces):
+    """Pieces of whole rows -> (tiles as bytes, the rows in them): sources need not end where a tile does."""
+    held = None
+    for values in pieces:
+        if not (np.abs(values) <= MAX_F16).all():
+            raise ExportError(f"{name}: has a value beyond {MAX_F16}, which {kind} cannot hold; use --type bf16")
+        held = values if held is None or not len(held) else np.concatenate([held, values])
+        whole = len(held) // Q_ROWS * Q_ROWS
+        if whole:
+            yield quantise(kind, held[:whole]), held[:whole]
+        held = held[whole:]
+    if held is not None and len(held):
+        yield quantise(kind, np.concatenate([held, np.zeros((-len(held) % Q_ROWS, held.shape[1]), np.float32)])), held
+
+
+TYPES = ("f32", "bf16", "q8", "q4")  # of a model's matrices
+STORED = {"f32": ("F32", 4, store_f32), "bf16": ("BF16", 2, store_bf16)}  # safetensors dtype, bytes, conversion
 
 
 @dataclasses.dataclass
@@ -710,29 +797,56 @@ class Tensor:
     dtype: str  # as safetensors calls it
     shape: tuple
     size: int  # bytes in the file
+    meaning: tuple  # the shape of what the tensor stands for
     pieces: object  # function that yields (bytes for the file, array for the identity), in order
 
 
-def weight(name, sources, columns, checkpoint, matrix_type):
-    dtype, width, store = TYPES[matrix_type if columns else "f32"]
+def weight(name, sources, columns, checkpoint, kind):
+    """One tensor of the file. Vectors, which have no columns, are f32 in every file."""
     rows = sum(n for _, n in sources)
-    shape = (rows, columns) if columns else (rows,)
 
-    def pieces():
+    def values():
         for source, _ in sources:
-            for values in checkpoint.rows(source):
-                yield store(values), values
+            yield from checkpoint.rows(source)
 
-    return Tensor(name, dtype, shape, width * math.prod(shape), pieces)
+    if columns and kind not in STORED:
+        tiles, size = -(-rows // Q_ROWS), tile_bytes(kind, columns)
+        return Tensor(name, "U8", (tiles, size), tiles * size, (rows, columns), lambda: in_tiles(name, kind, values()))
+    dtype, width, store = STORED[kind if columns else "f32"]
+    shape = (rows, columns) if columns else (rows,)
+    return Tensor(name, dtype, shape, width * math.prod(shape), shape, lambda: ((store(x), x) for x in values()))
+
+
+def matrix_types(config, kind, embed=None, head=None, vision=None):
+    """The types of embedding, head and vision tower. By default a quantised model keeps the tower in bf16, and one of 4
+    bits has embedding and head in 8: a twentieth to a third of the numbers, and most of what rounding does to them
+    goes straight into the answer."""
+    quantised = kind not in STORED
+    types = {
+        "embed": embed or ("q8" if kind == "q4" else kind),
+        "head": head or embed or ("q8" if kind == "q4" else kind),
+        "vision": vision or ("bf16" if quantised else kind),
+    }
+    if config["text"]["tied"] and types["head"] != types["embed"]:
+        raise ExportError("--embed-type and --head-type: this model's head is its embedding; give the same for both")
+    if len({x == "f32" for x in (kind, *types.values())}) > 1:
+        raise ExportError("f32 does not go together with other types: give f32 for all of them or for none")
+    return types
+
+
+def type_of(name, kind, types):
+    if name in ("text.embed", "text.head"):
+        return types[name.removeprefix("text.")]
+    return types["vision"] if name.startswith("vision.") else kind
 
 
 def table(name, values):
     dtype = "U8" if values.dtype == np.uint8 else "I32"
-    return Tensor(name, dtype, values.shape, values.nbytes, lambda: iter([(values, values)]))
+    return Tensor(name, dtype, values.shape, values.nbytes, values.shape, lambda: iter([(values, values)]))
 
 
 def padding(number, size):
-    return Tensor(f"pad.{number}", "U8", (size,), size, lambda: iter([(bytes(size), b"")]))
+    return Tensor(f"pad.{number}", "U8", (size,), size, (size,), lambda: iter([(bytes(size), b"")]))
 
 
 def aligned(tensors):
@@ -781,7 +895,7 @@ def write_data(out, strings, tensors):
     progress = Progress(sum(tensor.size for tensor in tensors))
     for tensor in tensors:
         if not tensor.name.startswith("pad."):
-            identity.update(f"{tensor.name}\0{list(tensor.shape)}\0".encode())
+            identity.update(f"{tensor.name}\0{list(tensor.meaning)}\0".encode())
         for stored, exact in tensor.pieces():
             out.write(stored)
             identity.update(exact)
@@ -813,13 +927,15 @@ def write_file(path, metadata, strings, tensors):
         temporary.unlink(missing_ok=True)
 
 
-def export(folder, path, matrix_type="bf16", name=None, hint=None, sample=None):
+def export(folder, path, kind="bf16", name=None, hint=None, sample=None, **types):
+    """`types`: embed, head, vision, where they are not to be what matrix_types() chooses."""
     folder, path = pathlib.Path(folder), pathlib.Path(path)
     if not folder.is_dir():
         raise ExportError(f"{folder}: no such folder; give the folder of a Hugging Face checkpoint")
     if path.is_dir():
         raise ExportError(f"{path}: is a folder; give the name of the file to write")
     config = read_config(folder)
+    types = matrix_types(config, kind, **types)
     preprocess = read_preprocess(folder, config["vision"])
     tables, added = read_tokenizer(folder, config["text"]["vocab"])
     pieces = template_pieces(folder, added, config["image_token"])
@@ -833,9 +949,10 @@ def export(folder, path, matrix_type="bf16", name=None, hint=None, sample=None):
     strings = {"config": config, "preprocess": preprocess, "template": pieces, "special_tokens": special,
                "added_tokens": {content: i for content, i, is_special in added if not is_special}}  # fmt: skip
     strings = {key: json.dumps(value, separators=(",", ":"), ensure_ascii=False) for key, value in strings.items()}
-    metadata = {"format": "vlm 1", "architecture": "qwen2.5-vl", "type": matrix_type}
+    metadata = {"format": "vlm 1", "architecture": "qwen2.5-vl", "type": kind}
+    metadata |= {f"{part}_type": other for part, other in types.items() if other != kind}
     metadata |= {key: value for key, value in (("name", name), ("hint", hint), ("sample", sample)) if value}
-    tensors = [weight(*entry, checkpoint, matrix_type) for entry in listed] + [table(*x) for x in tables.items()]
+    tensors = [weight(*entry, checkpoint, type_of(entry[0], kind, types)) for entry in listed] + [table(*x) for x in tables.items()]
     write_file(path, metadata, strings, aligned(tensors))
 
 
@@ -844,12 +961,16 @@ def main(argv=None):
     parser.add_argument("checkpoint", help="folder with config.json, tokenizer.json, *.safetensors ...")
     parser.add_argument("out", help="the .vlm file to write")
     parser.add_argument("--type", choices=TYPES, default="bf16", help="of the matrices (default bf16)")
+    parser.add_argument("--embed-type", choices=TYPES, help="of the embedding (default --type; with q4: q8)")
+    parser.add_argument("--head-type", choices=TYPES, help="of the output head (default: as the embedding)")
+    parser.add_argument("--vision-type", choices=TYPES, help="of the vision tower (default --type; quantised: bf16)")
     parser.add_argument("--name", help="what the model is called, for people")
     parser.add_argument("--hint", help="what it is good at, for people")
     parser.add_argument("--sample", help="a picture to begin with, by its path from the model's folder")
     args = parser.parse_args(argv)
     try:
-        export(args.checkpoint, args.out, args.type, args.name, args.hint, args.sample)
+        types = {"embed": args.embed_type, "head": args.head_type, "vision": args.vision_type}
+        export(args.checkpoint, args.out, args.type, args.name, args.hint, args.sample, **types)
     except ExportError as e:
         sys.exit(f"weights_export: {e}")
     except KeyboardInterrupt:

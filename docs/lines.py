@@ -16,7 +16,7 @@ FILES = {
     "server.c": "the HTTP server: threads, budgets, endpoints",
     "fetch.c": "pictures from http(s), for strangers",
     "page.html": "the server's page: chat, memory map, timeline",
-    "bench.c": "loads for `vlm bench`",
+    "bench.c": "the speed of each stage, and loads, against limits",
     "weights_export.py": "Hugging Face checkpoint -> one .vlm file",
     "tiny/train.py": "how the small model was trained",
     "test/ops.c": "every operation against double precision: what a port must pass",

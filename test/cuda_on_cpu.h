@@ -144,7 +144,7 @@ static struct CudaState {
     size_t shared_bytes;
     uint64_t random = 1;
     int seed;
-    bool started;
+    bool started, launched;
     uint32_t launch, block; // how many so far
     std::vector<std::function<void()>> queue;
     std::vector<CudaAllocation> allocations;
@@ -506,7 +506,13 @@ __attribute__((no_sanitize_thread)) static inline unsigned long long atomicAdd(u
 
 enum { cudaSuccess, cudaErrorMemoryAllocation };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
-enum { cudaDevAttrMultiProcessorCount, cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum { cudaDevAttrMultiProcessorCount, cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor };
+enum { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaEventDisableTiming };
+
+// The driver takes memory too: for its context, for the program's code (when a kernel is first launched, or at once if
+// CUDA_MODULE_LOADING says EAGER), and to the end of an allocation's last page.
+static constexpr size_t CUDA_TOTAL = (size_t)512 << 20, CUDA_CONTEXT = 30 << 20, CUDA_CODE = 7 << 20,
+                        CUDA_PAGE = 2 << 20;
 
 static void cuda_segv(int, siginfo_t *info, void *) {
     for (const CudaAllocation &a : cuda_state.allocations)
@@ -536,8 +542,12 @@ static void cuda_open_memory(int protection) {
         if (a.device) mprotect(a.base, a.mapped - 4096, protection);
 }
 
+// Called by all calls that take memory or give it back. Weak: a test puts its own in the place, to count them.
+extern "C" __attribute__((weak)) void cuda_memory_call() {}
+
 static inline cudaError_t cudaMalloc(void **p, size_t bytes) {
     cuda_begin();
+    cuda_memory_call();
     size_t mapped = (bytes + 4095) / 4096 * 4096 + 4096; // and a page that nobody may touch
     char *base = (char *)mmap(NULL, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (base == MAP_FAILED) return cudaErrorMemoryAllocation;
@@ -550,6 +560,7 @@ static inline cudaError_t cudaMalloc(void **p, size_t bytes) {
 }
 
 static inline cudaError_t cudaFree(void *p) {
+    cuda_memory_call();
     auto &all = cuda_state.allocations;
     for (size_t i = 0; i < all.size(); i++)
         if (all[i].base == p) {
@@ -563,10 +574,15 @@ static inline cudaError_t cudaFree(void *p) {
 
 static inline cudaError_t cudaMallocHost(void **p, size_t bytes) {
     cuda_begin();
+    cuda_memory_call();
     *p = malloc(bytes);
     return *p ? cudaSuccess : cudaErrorMemoryAllocation;
 }
-static inline cudaError_t cudaFreeHost(void *p) { return free(p), cudaSuccess; }
+static inline cudaError_t cudaFreeHost(void *p) {
+    cuda_memory_call();
+    free(p);
+    return cudaSuccess;
+}
 
 static bool cuda_is_device(const void *p, size_t bytes) {
     for (const CudaAllocation &a : cuda_state.allocations)
@@ -609,6 +625,7 @@ static void cuda_launch(void (*kernel)(Params...), dim3 grid, unsigned threads, 
     size_t limit = cuda_state.large_shared.count((const void *)kernel) ? 227 << 10 : 48 << 10;
     if (shared > limit) cuda_fault("%zu bytes of shared memory, over the %zu that this kernel may have", shared, limit);
     (cuda_check_argument(args), ...);
+    cuda_state.launched = true;
     cuda_state.queue.push_back([=] { cuda_run_grid(grid, threads, shared, [=] { kernel(args...); }); });
 }
 
@@ -624,16 +641,22 @@ static inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blo
 }
 static inline cudaError_t cudaStreamCreate(cudaStream_t *s) { return *s = &cuda_state, cudaSuccess; }
 static inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cuda_drain(), cudaSuccess; }
-static inline cudaError_t cudaEventCreate(cudaEvent_t *) { return cudaSuccess; }
+static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *, int) { return cudaSuccess; }
 static inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
 static inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cuda_drain(), cudaSuccess; }
 static inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 static inline const char *cudaGetErrorString(cudaError_t) { return "emulated"; }
 static inline cudaError_t cudaGetDeviceCount(int *n) { return *n = 1, cudaSuccess; }
-static inline cudaError_t cudaDeviceGetAttribute(int *value, int, int) { return *value = 2, cudaSuccess; }
+static inline cudaError_t cudaDeviceGetAttribute(int *value, int which, int) {
+    *value = which == cudaDevAttrMultiProcessorCount ? 2 : which == cudaDevAttrComputeCapabilityMajor ? 8 : 0;
+    return cudaSuccess;
+}
 static inline cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
-    *total = *available = (size_t)512 << 20;
-    for (const CudaAllocation &a : cuda_state.allocations) *available -= a.device ? a.bytes : 0;
+    const char *loading = getenv("CUDA_MODULE_LOADING");
+    bool code = cuda_state.launched || (loading && !strcmp(loading, "EAGER"));
+    *total = CUDA_TOTAL, *available = CUDA_TOTAL - CUDA_CONTEXT - (code ? CUDA_CODE : 0);
+    for (const CudaAllocation &a : cuda_state.allocations)
+        *available -= (a.bytes + CUDA_PAGE - 1) / CUDA_PAGE * CUDA_PAGE;
     return cudaSuccess;
 }
 

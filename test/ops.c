@@ -76,6 +76,35 @@ static Array array(Dtype type, size_t n, double scale) {
     return a;
 }
 
+// A random Q8 or Q4 matrix in tiles, as docs/format.md says, and what it stands for in host[]. Scales are of all
+// signs, from 1/1024 to 1.
+static Array quantised(Dtype type, int N, int K) {
+    size_t bytes = matrix_bytes(type, N, K), tile = tile_bytes(type, K), groups = (K + Q_GROUP - 1) / Q_GROUP;
+    size_t group_bytes = type == Q8 ? 1024 : 512;
+    Array a = {take(bytes), type, (size_t)N * K, malloc(((size_t)N * K + 1) * sizeof(double))};
+    uint8_t *raw = malloc(bytes);
+    memset(raw, type == Q8 ? 0x80 : 0x88, bytes); // zero
+    for (int n = 0; n < N; n++)
+        for (int k = 0; k < K; k++) {
+            uint8_t *t = raw + n / 16 * tile, *at = t + k / 64 * group_bytes + n % 16 * 4 + k % 4;
+            uint16_t *half = (uint16_t *)(t + groups * group_bytes) + k / 64 * 16 + n % 16;
+            int exponent = (n * 7 + k / 64) % 10 + 1, fraction = (n * 37 + k / 64 * 11) % 1024; // of the f16
+            double scale = ldexp(1 + fraction / 1024.0, -exponent) * (n % 3 ? 1 : -1);
+            *half = (uint16_t)((15 - exponent) << 10 | fraction | (n % 3 ? 0 : 0x8000));
+            int q = type == Q8 ? (int)floor(uniform() * 127.49 + 0.5) : (int)floor(uniform() * 8);
+            if (type == Q8)
+                at[k % 64 / 4 * 64] = (uint8_t)(q + 128);
+            else { // number k of the group and number k + 4 share a byte
+                uint8_t *both = at + k % 64 / 8 * 64;
+                *both = (uint8_t)(k & 4 ? (*both & 0x0f) | (q + 8) << 4 : (*both & 0xf0) | (q + 8));
+            }
+            a.host[(size_t)n * K + k] = q * scale;
+        }
+    dev->upload(a.dev, raw, bytes);
+    free(raw);
+    return a;
+}
+
 static void *ints(const int32_t *v, int n) {
     void *p = take(n * sizeof *v);
     dev->upload(p, v, n * sizeof *v);
@@ -130,8 +159,8 @@ static void *row_of(const void *p, Dtype type, size_t i) { return (char *)p + i 
 // One function per operation
 
 static void test_embed(Dtype type) {
-    enum { V = 37, C = 45, T = 11 };
-    Array table = array(type, V * C, 1), out = array(F32, T * C, 1);
+    enum { V = 37, C = 145, T = 11 };
+    Array table = type >= Q8 ? quantised(type, V, C) : array(type, V * C, 1), out = array(F32, T * C, 1);
     int32_t ids[T] = {0, 36, 5, -1, 5, 17, -1, 1, 2, 3, 36};
     dev->embed(out.dev, table.dev, type, ints(ids, T), T, C);
     for (int t = 0; t < T; t++)
@@ -194,6 +223,94 @@ static void test_linear(Dtype type, Dtype out_type, int T, int N, int K, bool bi
     dev->linear(before, out_type, row_of(x.dev, type, (size_t)(T - 1) * K), w.dev, type, bd, 1, N, K, accumulate);
     same(what, before, row_of(out.dev, out_type, (size_t)(T - 1) * N), N * dtype_bytes(out_type));
     reset((Array[]){x, w, b, out}, 4);
+}
+
+// As test_linear, with w in 8 or 4 bits. `exact`: x is of numbers that rounding to 8 bits leaves as they are, so
+// nothing but the f32 sum of the groups may err. Otherwise each x may be off by half a step of its group, which is at
+// most its largest number over 127.
+static void test_quantised(Dtype type, Dtype out_type, int T, int N, int K, bool bias, bool accumulate, bool exact) {
+    char what[96];
+    snprintf(what, sizeof what, "linear %s T=%d N=%d K=%d%s%s", dtype_name(type), T, N, K, accumulate ? " +=" : "",
+             exact ? " exact" : "");
+    Array x = array(BF16, (size_t)T * K, 1), w = quantised(type, N, K), b = array(F32, N, 1);
+    bf16 *raw = fetch_raw(x.dev, (size_t)T * K * 2);
+    for (size_t i = 0; exact && i < (size_t)T * K; i++) {
+        x.host[i] = (i % K % Q_GROUP == i / K % 7 ? 127 : floor(x.host[i] * 127 + 0.5)) / 128; // a 127 in each group
+        raw[i] = round_bf16((float)x.host[i]);
+    }
+    dev->upload(x.dev, raw, (size_t)T * K * 2);
+    free(raw);
+    Array out = array(out_type, (size_t)T * N, accumulate ? 1 : 0);
+    size_t row = (size_t)N * dtype_bytes(out_type);
+    void *before = take(row), *last = fetch_raw(row_of(out.dev, out_type, (size_t)(T - 1) * N), row);
+    dev->upload(before, last, row);
+    free(last);
+    double *bound = calloc((size_t)T * N, sizeof *bound);
+    for (int t = 0; t < T; t++)
+        for (int n = 0; n < N; n++) {
+            double sum = accumulate ? out.host[(size_t)t * N + n] : 0, size = fabs(sum), most = 0;
+            for (int k = 0; k < K; k++) {
+                double *v = &x.host[(size_t)t * K + k], weight = w.host[(size_t)n * K + k];
+                for (int i = 0; k % Q_GROUP == 0 && i < Q_GROUP && k + i < K; i++)
+                    most = fmax(i ? most : 0, fabs(v[i]));
+                sum += *v * weight, size += fabs(*v * weight);
+                if (!exact) bound[(size_t)t * N + n] += most / 127 / 2 * 1.0001 * fabs(weight);
+            }
+            if (bias) sum += b.host[n], size += fabs(b.host[n]);
+            out.host[(size_t)t * N + n] = sum;
+            bound[(size_t)t * N + n] += size * (K / Q_GROUP + 8) * 6e-8; // a sum over the groups, and its scales
+            if (out_type == BF16) bound[(size_t)t * N + n] += fabs(sum) / 256;
+        }
+    const float *bd = bias ? b.dev : NULL;
+    dev->linear(out.dev, out_type, x.dev, w.dev, type, bd, T, N, K, accumulate);
+    double *have = malloc(((size_t)T * N + 1) * sizeof *have);
+    fetch(have, out.dev, out_type, (size_t)T * N);
+    size_t wrong = 0, where = 0;
+    for (size_t i = 0; i < (size_t)T * N; i++)
+        if (!(fabs(have[i] - out.host[i]) <= bound[i])) wrong++, where = i;
+    check(!wrong, "%s: %zu elements are off, the last is %zu: %g, wanted %g to %g", what, wrong, where, have[where],
+          out.host[where], bound[where]);
+    dev->linear(before, out_type, row_of(x.dev, BF16, (size_t)(T - 1) * K), w.dev, type, bd, 1, N, K, accumulate);
+    same(what, before, row_of(out.dev, out_type, (size_t)(T - 1) * N), row);
+    free(bound), free(have);
+    reset((Array[]){x, w, b, out}, 4);
+}
+
+// A number that is none in x must show in its own row, and in no other.
+static void test_quantised_nan(Dtype type) {
+    enum { T = 5, N = 20, K = 200 };
+    Array x = array(BF16, T * K, 1), w = quantised(type, N, K);
+    bf16 *raw = fetch_raw(x.dev, T * K * 2);
+    raw[2 * K + 77] = 0x7fc0, raw[3 * K + 199] = 0x7f80; // NaN, infinity
+    dev->upload(x.dev, raw, T * K * 2);
+    free(raw);
+    void *out = take(T * N * 4);
+    double have[T * N];
+    dev->linear(out, F32, x.dev, w.dev, type, NULL, T, N, K, false);
+    fetch(have, out, F32, T * N);
+    for (int i = 0; i < T * N; i++)
+        check(isfinite(have[i]) == (i / N != 2 && i / N != 3), "linear %s: row %d of x gives %g", dtype_name(type),
+              i / N, have[i]);
+    reset((Array[]){x, w}, 2);
+}
+
+static void test_quantised_all(Dtype type) {
+    test_embed(type);
+    test_quantised_nan(type);
+    for (int exact = 0; exact < 2; exact++) {
+        test_quantised(type, F32, 1, 1, 1, false, false, exact),
+            test_quantised(type, BF16, 5, 7, 33, true, false, exact);
+        test_quantised(type, F32, 9, 18, 1176, false, false, exact);
+        test_quantised(type, F32, 67, 35, 100, true, true, exact);
+        test_quantised(type, BF16, 130, 64, 256, true, false, exact);
+        test_quantised(type, F32, 3, 640, 192, false, true, exact);
+        test_quantised(type, F32, 4, 80, 640, true, false, exact);
+        test_quantised(type, F32, 2, 113, 3000, true, true, exact);
+        test_quantised(type, F32, 8, 200, 1100, true, false, exact);
+        test_quantised(type, BF16, 517, 70, 128, false, false, exact);
+        test_quantised(type, F32, 3, 17, 300000, false, false,
+                       exact); // more groups than the CPU's scratch has for 9 rows
+    }
 }
 
 static void test_rope(Dtype type, int T, int heads, int D, int axes) {
@@ -481,8 +598,9 @@ int main(int argc, char **argv) {
     if (!dev) return fprintf(stderr, "no device %s in this build\n", argv[1]), 2;
     Error err;
     if (dev->start && !dev->start(&err)) return fprintf(stderr, "vlm: %s\n", err.message), 1;
-    pool = dev->reserve(POOL);
-    if (!pool) return fprintf(stderr, "no memory\n"), 1;
+    pool = dev->reserve(POOL + dev->scratch);
+    void *staging = dev->staging ? dev->reserve_host(dev->staging) : NULL;
+    if (!pool || (dev->staging && !staging)) return fprintf(stderr, "no memory\n"), 1;
     for (Dtype type = F32; type <= BF16; type++) {
         test_embed(type);
         test_rmsnorm(type, 7, 192), test_rmsnorm(type, 3, 45), test_rmsnorm(type, 1, 5), test_rmsnorm(type, 300, 257);
@@ -504,9 +622,11 @@ int main(int argc, char **argv) {
             test_attention_segments(type, 1, (int[]){333}, 2, 80);
         test_glu_gelu(type, 3, 17), test_glu_gelu(type, 40, 512);
     }
+    for (Dtype type = Q8; dev->quantised && type <= Q4; type++) test_quantised_all(type);
     test_gather_rows();
     test_sample(640), test_sample(33), test_sample(30011);
     test_sample_frequencies();
-    dev->release(pool, POOL);
+    dev->release(pool, POOL + dev->scratch);
+    if (staging) dev->release_host(staging, dev->staging);
     return check_end();
 }

@@ -78,6 +78,95 @@ def test_every_value(tmp_path, shape, layout, names, dtype, kind):
             assert (kind == "f32" or len(size) == 1) and np.array_equal(found[name], values), name
 
 
+def steps(values, kind):
+    """Half a step of each value's group of 64: how far rounding may take it, with the scale's own rounding to f16."""
+    rows, columns = values.shape
+    groups = np.zeros((rows, -(-columns // 64) * 64), np.float32)
+    groups[:, :columns] = values
+    most = np.abs(groups.reshape(rows, -1, 64)).max(-1).repeat(64, 1)[:, :columns]
+    return most / (127 if kind == "q8" else 8) * (0.5 + 127 * 2**-11) + 2**-24
+
+
+@pytest.mark.parametrize("shape", ["odd-a", "odd-b"])
+@pytest.mark.parametrize("kind", ["q8", "q4"])
+def test_quantised_values(tmp_path, shape, kind):
+    """Every matrix, whatever its sizes, within half a step of the scale that keeps its largest numbers (with q4 cut numbers
+    may be further off, but no group's squared error grows by the cutting); vectors exactly."""
+    hf = make_model.make(tmp_path / "hf", shape, seed=3, dtype="f32")
+    all_types = [f"--{part}-type={kind}" for part in ("embed", "vision")]
+    model = vlm_to_hf.Model(exported(hf, tmp_path / "m.vlm", "--type", kind, *all_types))
+    config, vocab = model.json("config"), model["text.embed"].shape[0]
+    found = dict(vlm_to_hf.vision_tensors(model, config["vision"])) | dict(vlm_to_hf.text_tensors(model, config["text"]))
+    for name, size in make_model.tensors(make_model.SHAPES[shape], vocab):
+        values = np.concatenate(list(make_model.draw(name, size, 3))).reshape(size).astype(np.float32)
+        if len(size) == 1:
+            assert np.array_equal(found[name], values), name
+            continue
+        values, got = values.reshape(size[0], -1), found[name].reshape(size[0], -1)
+        error, bound = np.abs(got - values), steps(values, kind)
+        if kind == "q8":
+            assert (error <= bound).all(), name
+        else:  # rounding without cutting errs by a third of a half step's square on average
+            assert np.square(error).mean() < np.square(bound).mean() / 3 * 1.1, name
+            assert (error <= 5 * bound).all(), name
+
+
+def test_quantised_types(base, tmp_path):
+    """Which matrices are of which type, by default and as asked; the reader's bytes; what does not go together."""
+
+    def types(*args):
+        model = vlm_to_hf.Model(exported(base, tmp_path / "m.vlm", *args))
+        kinds = {n: e["dtype"] for n, e in model.header.items()}
+        strings = {k: v for k, v in model.strings.items() if k.endswith("type")}
+        return [kinds[x] for x in ("text.00.qkv", "text.embed", "text.head", "vision.00.qkv")], strings, model
+
+    kinds, strings, model = types("--type", "q8")
+    assert kinds == ["U8", "U8", "U8", "BF16"] and strings == {"type": "q8", "vision_type": "bf16"}
+    assert model.header["text.00.qkv"]["shape"] == [-(-7 * 24 // 16), 2 * 1024 + 64]  # 120 columns are two groups
+    kinds, strings, model = types("--type", "q4")
+    assert strings == {"type": "q4", "embed_type": "q8", "head_type": "q8", "vision_type": "bf16"}
+    assert model.header["text.00.qkv"]["shape"] == [-(-7 * 24 // 16), 2 * 512 + 64]
+    assert model.header["text.head"]["shape"][1] == 2 * 1024 + 64
+    kinds, strings, _ = types("--type", "q4", "--embed-type", "bf16", "--head-type", "q4", "--vision-type", "q8")
+    assert kinds == ["U8", "BF16", "U8", "U8"]
+    assert strings == {"type": "q4", "embed_type": "bf16", "vision_type": "q8"}
+    kinds, strings, _ = types("--type", "bf16", "--head-type", "q8")
+    assert kinds == ["BF16", "BF16", "U8", "BF16"] and strings == {"type": "bf16", "head_type": "q8"}
+    for args in (["--type", "f32", "--head-type", "q8"], ["--type", "q8", "--vision-type", "f32"]):
+        with pytest.raises(SystemExit, match="f32 does not go together"):
+            exported(base, tmp_path / "x.vlm", *args)
+    tied = make_model.make(tmp_path / "tied", "odd-a")
+    with pytest.raises(SystemExit, match="--embed-type and --head-type"):
+        exported(tied, tmp_path / "x.vlm", "--type", "q4", "--head-type", "q4")
+    assert not (tmp_path / "x.vlm").exists()
+
+
+def test_what_quantised_types_cannot_hold(tmp_path):
+    """A number beyond f16's range is refused by name; groups of zeros and of tiny numbers come out as they should."""
+    values = np.zeros((16, 100), np.float32)
+    values[1] = np.linspace(-1e-6, 1e-6, 100)
+    values[2, 5] = 3
+    for kind in ("q8", "q4"):
+        ((tiles, _),) = weights_export.in_tiles("x", kind, [values])
+        back = vlm_to_hf.dequantise(tiles, 16, 100)
+        assert not back[0].any() and (np.abs(back[1] - values[1]) <= 1e-6).all()
+        assert abs(back[2, 5] - 3) <= 3 * 2**-11 and not np.delete(back[2], 5).any()
+        values[3, 3] = 7e4
+        with pytest.raises(weights_export.ExportError, match="text.x.*65504"):
+            list(weights_export.in_tiles("text.x", kind, [values]))
+        values[3, 3] = 0
+
+
+@pytest.mark.parametrize("kind", ["q8", "q4"])
+def test_pieces_do_not_show(kind):
+    """However a matrix comes in pieces, the tiles are the same, and the values for the identity too."""
+    values = np.random.default_rng(5).standard_normal((53, 70)).astype(np.float32)
+    whole = np.concatenate([tiles for tiles, _ in weights_export.in_tiles("x", kind, [values])])
+    for cuts in ([1], [16, 32], [5, 6, 40, 52], list(range(1, 53))):
+        tiles, exact = zip(*weights_export.in_tiles("x", kind, np.split(values, cuts)))
+        assert np.array_equal(np.concatenate(tiles), whole) and np.array_equal(np.concatenate(exact), values)
+
+
 def test_file_format(base, tmp_path):
     """A safetensors file for any tool; data in order, aligned, named as docs/format.md says."""
     path = exported(base, tmp_path / "m.vlm", "--type", "f32", "--name", "Odd", "--hint", "nothing")

@@ -3,6 +3,8 @@ import json
 import os
 import random
 import struct
+import subprocess
+import sys
 
 import pytest
 
@@ -86,6 +88,39 @@ def test_tensors(tmp_path, good):
     refused(tmp_path, with_entry(shape=[-1, 5]), name)
     refused(tmp_path, with_entry(shape=[1] * 9 + entry["shape"]), name)
     refused(tmp_path, pack(header, data, pad=1)[:8] + pack(header, data, pad=1)[8:], "bad.vlm") if (8 + len(json.dumps(header))) % 64 else None
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory):
+    """A q4 model, its embedding and head in q8."""
+    folder = tmp_path_factory.mktemp("q4")
+    subprocess.run([sys.executable, ROOT / "test/make_model.py", folder / "hf", "--shape", "odd-b"], check=True)
+    subprocess.run([sys.executable, ROOT / "weights_export.py", folder / "hf", folder / "q4.vlm", "--type", "q4"], check=True)
+    raw = (folder / "q4.vlm").read_bytes()
+    (n,) = struct.unpack("<Q", raw[:8])
+    return json.loads(raw[8 : 8 + n]), raw[8 + n :]
+
+
+def test_quantised_tensors(tmp_path, quantised):
+    """The tiles must be those of the config's sizes and of the types that the metadata give."""
+    header, data = quantised
+    (tmp_path / "good.vlm").write_bytes(pack(header, data))
+    assert run("vlm", "-m", tmp_path / "good.vlm", "-p", "hello", "-n", "3").returncode == 0
+    for name in ("text.01.down", "text.embed"):
+        entry = header[name]
+        tiles, size = entry["shape"]
+        for shape in ([size, tiles], [tiles * 2, size // 2], [tiles * size], [tiles, size, 1]):
+            refused(tmp_path, pack(header | {name: entry | {"shape": shape}}, data), name)
+        refused(tmp_path, pack(header | {name: entry | {"dtype": "BF16", "shape": [tiles, size // 2]}}, data), name)
+    for types in ({"type": "q8"}, {"embed_type": "q4"}, {"head_type": "bf16"}, {"vision_type": "q8"}):
+        refused(tmp_path, pack(change(header, **types), data), "bad.vlm", "U8" if "vision_type" in types or "type" not in types else "")
+    refused(tmp_path, pack(change(header, vision_type="f32"), data), "f32")
+    refused(tmp_path, pack(change(header, head_type="q5"), data), "q5")
+    config = json.loads(header["__metadata__"]["config"])
+    for part, key, value in (("text", "hidden", 184), ("text", "ff", 1000), ("text", "vocab", 16 + config["text"]["vocab"])):
+        other = json.loads(json.dumps(config))
+        other[part][key] = value
+        refused(tmp_path, pack(change(header, config=json.dumps(other)), data))
 
 
 @pytest.mark.parametrize("part,key,value", [

@@ -21,11 +21,16 @@ def closing_line(done):
 
 @pytest.fixture(scope="module")
 def mini(tmp_path_factory):
-    """A random model as small as it goes, in f32."""
+    """A random model as small as it goes, of a type."""
     folder = tmp_path_factory.mktemp("mini")
     subprocess.run([sys.executable, ROOT / "test/make_model.py", folder / "hf", "--shape", "mini"], check=True)
-    subprocess.run([sys.executable, ROOT / "weights_export.py", folder / "hf", folder / "mini.vlm", "--type", "f32"], check=True, capture_output=True)
-    return folder / "mini.vlm"
+
+    def export(kind, *flags):
+        out = folder / f"{kind}.vlm"
+        subprocess.run([sys.executable, ROOT / "weights_export.py", folder / "hf", out, "--type", kind, *flags], check=True, capture_output=True)
+        return out
+
+    return export
 
 
 def test_ops():
@@ -37,7 +42,12 @@ def test_schedules_of_the_shipped_model():
 
 
 def test_schedules_of_the_smallest_model(mini):
-    closing_line(run("test_engine", mini, SCHEDULES, SEED, timeout=5000))
+    closing_line(run("test_engine", mini("f32"), SCHEDULES, SEED, timeout=5000))
+
+
+@pytest.mark.parametrize("kind, vision", [("q8", "q8"), ("q4", "bf16")])
+def test_schedules_quantised(mini, kind, vision):
+    closing_line(run("test_engine", mini(kind, "--vision-type", vision), max(5, SCHEDULES // 5), SEED, timeout=5000))
 
 
 def test_different_pictures_leave_nothing():

@@ -471,8 +471,8 @@ def hostile():
 
 @pytest.fixture(scope="module")
 def fetching():
-    """A server that fetches from 127.0.0.1 alone, for two seconds and a megabyte at most."""
-    with Server("--allow-images-from", "127.0.0.1", "--fetch-seconds", "2", "--fetch-bytes", "1M") as s:
+    """A server that fetches from 127.0.0.1 alone, for two seconds (where nothing slows it) and a megabyte at most."""
+    with Server("--allow-images-from", "127.0.0.1", "--fetch-seconds", str(round(2 * SLOW)), "--fetch-bytes", "1M") as s:
         yield s
 
 
@@ -492,7 +492,7 @@ def test_fetched(fetching, hostile, path):
                                   "huge length", "negative length", "endless", "endless headers", "endless header", "endless chunks", "gzip bomb", "loop",
                                   "chain/50", "to file", "to ftp", "to gopher", "to data", "to dict", "to nothing", "reset", "nope"])  # fmt: skip
 def test_not_fetched(fetching, hostile, path):
-    with Timed(4):
+    with Timed(5):
         error = look(fetching, f"http://127.0.0.1:{hostile.port}/{path.replace(' ', '%20')}").error(400)
     assert (error["param"] or "").startswith("messages"), error
     assert "root:" not in error["message"] and "0x" not in error["message"]
@@ -513,11 +513,11 @@ def test_slow_fetches_delay_nobody(fetching, hostile):
         slow = [pool.submit(look, fetching, f"http://127.0.0.1:{hostile.port}/{p}") for p in paths]
         time.sleep(0.3)
         while not all(f.done() for f in slow):
-            with Timed(1.5):
+            with Timed(2):
                 assert fetching.say(SEE, temperature=0) == SEEN
         for f in slow:
             f.result().error(400)
-        assert time.monotonic() - start < 6 * SLOW
+        assert time.monotonic() - start < 8 * SLOW
 
 
 def test_redirects_to_forbidden_places(fetching, hostile):
@@ -528,7 +528,7 @@ def test_redirects_to_forbidden_places(fetching, hostile):
         except OSError:  # no such address here
             continue
     for path in ("to link-local", "to private", "to other", "to ipv6", "to mapped", "to zero"):
-        with Timed(3):
+        with Timed(5):
             look(fetching, f"http://127.0.0.1:{hostile.port}/{path.replace(' ', '%20')}").error(400)
     assert sum(o.accepted for o in others) == 0, "a connection was made"
     for o in others:
@@ -780,7 +780,7 @@ def test_quiet():
 @pytest.mark.parametrize("args, words", [
     (["--port", "70000"], "--port"), (["--port", "x"], "--port"), (["--port", "-1"], "--port"), (["--max-queue", "0"], "--max-queue"), (["--max-body", "x"], "--max-body"),
     (["--drain", "-1"], "--drain"), (["--frob"], "--frob"), (["extra"], "extra"), (["-p", "hi"], "-p"), (["--temperature", "1"], "--temperature"), (["--host"], "--host"),
-    (["--api-key", ""], "--api-key"), (["--max-images", "x"], "--max-images"), (["--header-seconds", "0"], "--header-seconds"), (["--fetch-seconds", "nan"], "--fetch-seconds"),
+    (["--api-key", ""], "key"), (["--max-images", "x"], "--max-images"), (["--header-seconds", "0"], "--header-seconds"), (["--fetch-seconds", "nan"], "--fetch-seconds"),
     (["--quiet=1"], "--quiet"), (["--strict", "yes"], "yes"), (["--max-connections", "0"], "--max-connections"),
 ])  # fmt: skip
 def test_wrong_flags(args, words):

@@ -3,8 +3,8 @@
 
     python test/vlm_to_hf.py MODEL.vlm OUT_DIR
 
-Exporting the folder again gives the same bytes. Matrices keep the file's type; norms and biases become bf16 where
-that loses nothing. Needs numpy only.
+Exporting the folder again gives the same bytes. Matrices keep the file's type, quantised ones become f32, which holds
+their values exactly; norms and biases become bf16 where that loses nothing. Needs numpy only.
 """
 
 import json
@@ -19,8 +19,35 @@ PATTERN = (
 )
 
 
+def matrix_shape(config, name):
+    """Of a quantised matrix, whose tensor is in tiles."""
+    t, v, last = config["text"], config["vision"], name.split(".")[-1]
+    if name.startswith("vision."):
+        c, f, wide = v["hidden"], v["ff"], v["merge"] ** 2 * v["hidden"]
+        shapes = {"patch_embed": (c, 3 * v["temporal"] * v["patch"] ** 2), "qkv": (3 * c, c), "proj": (c, c),
+                  "gate_up": (2 * f, c), "down": (c, f), "merger_up": (wide, wide), "merger_down": (v["out"], wide)}  # fmt: skip
+    else:
+        c, f, q = t["hidden"], t["ff"], t["heads"] * t["head_dim"]
+        shapes = {"embed": (t["vocab"], c), "head": (t["vocab"], c), "gate_up": (2 * f, c), "down": (c, f),
+                  "qkv": (q + 2 * t["kv_heads"] * t["head_dim"], c), "out": (c, q)}  # fmt: skip
+    return shapes[last]
+
+
+def dequantise(tiles, rows, columns):
+    """Tiles of 16 rows, groups of 64 columns, as docs/format.md has them -> (rows, columns) in f32, exactly."""
+    groups = -(-columns // 64)
+    bits = 8 if tiles.shape[1] >= groups * 1024 else 4
+    size = groups * 128 * bits
+    q = tiles[:, :size].reshape(len(tiles), groups, -1, 16, 4)  # tile, group, vector, row, number
+    if bits == 4:
+        q = np.stack([q & 15, q >> 4], 3).reshape(len(tiles), groups, 16, 16, 4)  # both halves are vectors
+    scales = tiles[:, size : size + groups * 32].copy().view("<f2").reshape(len(tiles), groups, 1, 16, 1)
+    values = (q.astype(np.float32) - (128 if bits == 8 else 8)) * scales.astype(np.float32)
+    return values.transpose(0, 3, 1, 2, 4).reshape(len(tiles) * 16, -1)[:rows, :columns]
+
+
 class Model:
-    """A .vlm file: `strings` of its metadata, and its tensors as arrays (bf16 as uint16)."""
+    """A .vlm file: `strings` of its metadata, and its tensors as arrays (bf16 as uint16, quantised matrices as f32)."""
 
     TYPES = {"F32": "<f4", "BF16": "<u2", "I32": "<i4", "U8": "u1"}
 
@@ -34,7 +61,10 @@ class Model:
     def __getitem__(self, name):
         entry = self.header[name]
         begin, end = entry["data_offsets"]
-        return self.map[begin:end].view(self.TYPES[entry["dtype"]]).reshape(entry["shape"])
+        array = self.map[begin:end].view(self.TYPES[entry["dtype"]]).reshape(entry["shape"])
+        if entry["dtype"] == "U8" and name.startswith(("text.", "vision.")):
+            return dequantise(array, *matrix_shape(self.json("config"), name))
+        return array
 
     def json(self, name):
         return json.loads(self.strings[name])
@@ -237,7 +267,7 @@ def convert(path, out):
     model, out = Model(path), pathlib.Path(out)
     out.mkdir(parents=True, exist_ok=True)
     config, pieces, kind = model.json("config"), model.json("template"), model.strings["type"]
-    dtype = {"f32": "float32", "bf16": "bfloat16"}[kind]
+    dtype = "bfloat16" if kind == "bf16" else "float32"
     files = {
         "config.json": configuration(config, model.json("special_tokens"), pieces, dtype),
         "generation_config.json": {"eos_token_id": config["eos"]},

@@ -174,8 +174,10 @@ int main(int argc, char **argv) {
     Error err;
     if (dev->start && !dev->start(&err)) return fprintf(stderr, "vlm: %s\n", err.message), 1;
     weight_room = (argc > 2 ? strtoull(argv[2], NULL, 0) : (size_t)24 << 30) / CHUNK / 2 * 2 * CHUNK;
-    pool = dev->reserve(ACTIVATIONS + weight_room);
-    if (!pool || weight_room < (size_t)2 << 30) return fprintf(stderr, "no memory: give at least 2 GB\n"), 1;
+    pool = dev->reserve(ACTIVATIONS + weight_room + dev->scratch);
+    void *staging = dev->staging ? dev->reserve_host(dev->staging) : NULL;
+    if (!pool || (dev->staging && !staging) || weight_room < (size_t)2 << 30)
+        return fprintf(stderr, "no memory: give at least 2 GB\n"), 1;
     weights = pool + ACTIVATIONS;
     uint16_t *noise = malloc(CHUNK); // bf16 numbers of either sign about 1/8: the speed of a GPU depends on them
     for (int i = 0; i < CHUNK / 2; i++) noise[i] = (uint16_t)(0x3d80 + rand() % 256 + rand() % 2 * 0x8000);
@@ -194,7 +196,8 @@ int main(int argc, char **argv) {
     row("copy (gather_rows)", "", t, 2.0 * n * CHUNK, 0);
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) time_products(&shapes[i]), time_attention(&shapes[i]);
     time_vision();
-    dev->release(pool, ACTIVATIONS + weight_room);
+    dev->release(pool, ACTIVATIONS + weight_room + dev->scratch);
+    if (staging) dev->release_host(staging, dev->staging);
     free(noise), free(index);
     return 0;
 }

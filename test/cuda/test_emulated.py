@@ -120,6 +120,18 @@ def test_schedules(tmp_path):
     schedules(tmp_path / "mini.vlm", 25)
 
 
+def test_map():
+    """Every byte that the driver reports has an owner: the parts' sum is the total, with nothing left over."""
+    m = json.loads(run(PLAIN / "vlm", "map", "--device", "cuda", "--json").stdout)
+    d, owners = m["driver"], {o["name"]: o["bytes"] for o in m["owners"]}
+    assert sum(owners.values()) == m["total"]
+    assert d["context"] + sum(owners.values()) - owners["io"] + d["slack"] + d["free"] == d["total"]
+    before = d["total"] - d["context"]
+    assert before * 0.85 < m["total"] <= before * 0.9  # the default of --memory
+    table = run(PLAIN / "vlm", "map", "--device", "cuda").stdout
+    assert all(f" {d[part]} " in table.replace("\n", " \n") for part in d)
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_small_model(seed):
     """The emulated device writes what the CPU writes, token for token: a picture, a chunked prefill, a decode."""
