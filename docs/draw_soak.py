@@ -100,7 +100,7 @@ def tables(loop, bursts):
     for r in loop[step - 1 :: step]:
         owners = " | ".join(f"{r['owners'][n]['used']:,}" for n in COLOURS)
         print(f"| {r['requests']:,} | {r['at_once']} | {owners} | {r['rss'] / MIB:.2f} MiB |")
-    print("\n| model, picture, at once | seconds | kv | images | arena | bodies | pictures | resident |\n|" + "---|" * 8)
+    print("\n| model, picture, at once | seconds | kv | images | arena | bodies | pictures | resident, MiB |\n|" + "---|" * 8)
     for r in bursts:
         owners = " | ".join(f"{r['owners'][n]['peak'] / MIB:.2f}" for n in ("kv", "images", "arena"))
         host = " | ".join(f"{r['seen'][k] / MIB:.1f}" for k in ("bodies", "pictures"))

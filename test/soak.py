@@ -182,6 +182,7 @@ class Loop:
 
     def flush(self):
         """Nothing may be left of what was served, and the reference answer must be what it always was."""
+        self.server.settled()  # a reply comes a moment before its pictures are given back
         check(self.server.call("POST", "/flush_cache")[0] == 200, "flush_cache")
         m = self.server.memory()
         owners = [(o["name"], o["bytes"], o["used"]) for o in m["owners"]]
