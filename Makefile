@@ -24,7 +24,7 @@ NVCC := $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc
 CUDA ?= $(if $(filter compute_100,$(if $(NVCC),$(shell $(NVCC) --list-gpu-arch))),1,0)
 GPUS := $(foreach a,80 90 100,-gencode arch=compute_$a,code=sm_$a) -gencode arch=compute_100,code=compute_100
 NVCCFLAGS := -std=c++20 -O3 -fmad=false -Werror all-warnings -Xptxas -v -Xcompiler -Wall,-Wextra -I.
-EMULATE = g++ -std=c++20 $(if $(RACES),-DCUDA_ON_CPU_RACES -fsanitize=thread) -Wno-unknown-pragmas \
+EMULATE = g++ -std=c++20 $(if $(RACES),-DCUDA_ON_CPU_RACES -fsanitize=thread -fno-threadsafe-statics) -Wno-unknown-pragmas \
 	-Wno-unused-function -fno-strict-aliasing $(filter-out -std=c11 -fopenmp -Wno-psabi,$(CFLAGS)) -c -x c++
 ifneq ($(CUDA),0)
 override CFLAGS += -DHAVE_CUDA $(if $(filter cpu,$(CUDA)),-DCUDA_ON_CPU)
@@ -34,7 +34,12 @@ CUDA_LIBS := $(if $(filter 1,$(CUDA)),$(sort $(shell $(NVCC) --dryrun -x cu /dev
 LDLIBS += $(CUDA_LIBS)
 endif
 
-ENGINE := $(patsubst %,$(BUILD)/%.o,vlm vlm_cpu vlm_null image tokenizer) $(CUDA_OBJECTS)
+# The CPU device is built for several instruction sets; vlm_cpu_pick.c takes the best that the processor has.
+CPUS := $(if $(filter x86_64,$(shell uname -m)),avx512 avx2 plain,plain)
+CPU_avx512 := -march=x86-64-v4 -mavx512vnni -mavx512bf16 -mprefer-vector-width=512
+CPU_avx2   := -march=x86-64-v3
+CPU_plain  := $(if $(filter avx2,$(CPUS)),-march=x86-64)
+ENGINE := $(patsubst %,$(BUILD)/%.o,vlm $(CPUS:%=vlm_cpu_%) vlm_cpu_pick vlm_null image tokenizer) $(CUDA_OBJECTS)
 TESTS  := $(patsubst test/%.c,$(BUILD)/test_%,$(wildcard test/*.c))
 FUZZ   := $(patsubst test/fuzz/%.c,build/fuzz/fuzz_%,$(wildcard test/fuzz/*.c))
 PYTEST  = VLM_BUILD=$(BUILD) $(PY) -m pytest -q
@@ -58,6 +63,9 @@ $(BUILD)/%.o: %.c | $(BUILD)
 
 $(BUILD)/server.o: page.html
 
+$(CPUS:%=$(BUILD)/vlm_cpu_%.o): $(BUILD)/vlm_cpu_%.o: vlm_cpu.c | $(BUILD)
+	$(CC) $(CFLAGS) $(CPU_$*) -DDEVICE_CPU=device_cpu_$* -MMD -c $< -o $@
+
 $(BUILD)/cuda.o: vlm.cu vlm.h test/cuda_on_cpu.h | $(BUILD)
 ifeq ($(CUDA),1)
 	$(NVCC) $(NVCCFLAGS) $(GPUS) -c $< -o $@ >$@.log 2>&1 || { cat $@.log; exit 1; }
@@ -70,6 +78,9 @@ $(BUILD)/races.o: test/cuda/races.c | $(BUILD)
 
 $(BUILD)/cuda_bench: test/cuda/bench.c $(ENGINE)
 	$(CC) $(CFLAGS) $< $(ENGINE) -o $@ $(LDLIBS)
+
+$(BUILD)/cuda_peak: test/cuda/peak.cu | $(BUILD)
+	$(NVCC) -std=c++20 -O3 $(GPUS) $< -o $@
 
 $(BUILD)/cuda_faults: test/cuda_faults.cu test/cuda_on_cpu.h $(CUDA_OBJECTS)
 	$(EMULATE) $< -o $@.o
@@ -91,7 +102,7 @@ chat: all ## talk about a picture with the small model (ARGS="-i photo.jpg")
 tests: $(BUILD)/vlm $(TESTS) $(if $(filter cpu,$(CUDA)),$(BUILD)/cuda_faults)
 
 cuda: ## vlm.cu with nvcc, for all GPUs, and nothing else
-	@$(MAKE) --no-print-directory CUDA=1 $(BUILD)/cuda.o
+	@$(MAKE) --no-print-directory CUDA=1 $(BUILD)/cuda.o $(BUILD)/cuda_peak
 
 test: all venv ## build and run every test
 	@sh test/setup.sh haproxy curl
@@ -105,7 +116,7 @@ asan: setup venv ## the tests under AddressSanitizer and UndefinedBehaviorSaniti
 
 test-cuda: venv ## vlm.cu emulated on the CPU (operations, planted faults, the model's text), and what nvcc makes of it
 	@sh test/setup.sh g++
-	$(PY) -m pip install -q --disable-pip-version-check -r test/cuda-requirements.txt
+	$(PY) -m pip install -q --disable-pip-version-check --no-deps -r test/cuda-requirements.txt
 	@$(if $(NVCC),$(MAKE) --no-print-directory cuda)
 	@$(MAKE) --no-print-directory BUILD=build/cuda CUDA=cpu CFLAGS="-O2 -march=native" tests
 	@$(MAKE) --no-print-directory BUILD=build/cuda-asan CUDA=cpu SANITIZE=address,undefined CFLAGS="-O1 -march=native" tests

@@ -157,7 +157,7 @@ static const Option options[] = {
     {0, "max-connections", "N", INT, AT(serve.max_connections), 1, 65536, SERVE, "clients connected (default 512)"},
     {0, "header-seconds", "N", INT, AT(serve.header_seconds), 1, 3600, SERVE, "for a request's head (default 10)"},
     {0, "idle-seconds", "N", INT, AT(serve.idle_seconds), 1, 86400, SERVE, "without a byte from or to a client (default 60)"},
-    {0, "fetch-seconds", "N", INT, AT(serve.fetch_seconds), 1, 3600, SERVE, "for a picture from http(s) (default 10)"},
+    {0, "fetch-seconds", "N", INT, AT(serve.fetch_seconds), 1, 3600, SERVE, "for the pictures of a request from http(s) (default 10)"},
     {0, "fetch-bytes", "SIZE", SIZE, AT(serve.fetch_bytes), 1, 0x1p32, SERVE, "of a picture from http(s) (default 32M)"},
     {0, "allow-images-from", "LIST", TEXT, AT(serve.allow_images_from), 0, 0, SERVE, "networks, beside public ones: 10.0.0.0/8,::1"},
     {0, "media-dir", "DIR", TEXT, AT(serve.media_dir), 0, 0, SERVE, "that file:// pictures may be read from (default: none)"},
@@ -1789,7 +1789,7 @@ int main(int argc, char **argv) {
     int status = 0;
     if (settings.threads)
         omp_set_num_threads(settings.threads);
-    else if (!getenv("OMP_NUM_THREADS"))
+    else if (!getenv("OMP_NUM_THREADS") && !getenv("OMP_PROC_BIND")) // a bound thread sees its own core only
         omp_set_num_threads(allowed_threads());
     if (settings.help)
         help_print();

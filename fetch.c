@@ -85,7 +85,7 @@ typedef struct Fetch {
     const FetchRules *rules;
     Text *out;
     size_t limit;
-    bool refused, too_large;
+    bool refused, too_large, no_room;
 } Fetch;
 
 static curl_socket_t open_socket(void *context, curlsocktype purpose, struct curl_sockaddr *to) {
@@ -107,6 +107,7 @@ static curl_socket_t open_socket(void *context, curlsocktype purpose, struct cur
 static size_t receive(char *bytes, size_t size, size_t n, void *context) {
     Fetch *f = context;
     if (size * n > f->limit - f->out->n) return f->too_large = true, 0;
+    if (!f->rules->room(f->rules->context, size * n)) return f->no_room = true, 0;
     text_add(f->out, bytes, size * n);
     return size * n;
 }
@@ -115,7 +116,7 @@ static size_t receive(char *bytes, size_t size, size_t n, void *context) {
 static int progress(void *context, curl_off_t a, curl_off_t b, curl_off_t c, curl_off_t d) {
     const FetchRules *rules = ((Fetch *)context)->rules;
     (void)a, (void)b, (void)c, (void)d;
-    return rules->gone && rules->gone(rules->context);
+    return rules->gone(rules->context);
 }
 
 static void fetch_options(CURL *curl, Fetch *f, const char *url) {
@@ -140,15 +141,18 @@ static void fetch_options(CURL *curl, Fetch *f, const char *url) {
     curl_easy_setopt(curl, CURLOPT_XFERINFODATA, f);
     curl_easy_setopt(curl, CURLOPT_NOPROGRESS, 0L);
     curl_easy_setopt(curl, CURLOPT_MAXFILESIZE_LARGE, (curl_off_t)f->limit);
-    curl_easy_setopt(curl, CURLOPT_TIMEOUT, (long)f->rules->seconds);
+    curl_easy_setopt(curl, CURLOPT_TIMEOUT_MS, (long)(f->rules->seconds * 1e3));
     curl_easy_setopt(curl, CURLOPT_NOSIGNAL, 1L);
     curl_easy_setopt(curl, CURLOPT_USERAGENT, "vlm.c");
 }
 
+static bool fail_late(Error *err) { return fail(err, 400, "the request's pictures took too long to fetch"); }
+
 bool fetch_url(const FetchRules *rules, const char *url, size_t limit, Text *out, Error *err) {
     Fetch f = {.rules = rules, .out = out, .limit = limit};
-    CURL *curl = need(curl_easy_init());
     long status = 0;
+    if (rules->seconds < 0.001) return fail_late(err);
+    CURL *curl = need(curl_easy_init());
     fetch_options(curl, &f, url);
     CURLcode code = curl_easy_perform(curl);
     curl_easy_getinfo(curl, CURLINFO_RESPONSE_CODE, &status);
@@ -156,8 +160,8 @@ bool fetch_url(const FetchRules *rules, const char *url, size_t limit, Text *out
     if (f.refused) return fail(err, 400, "the picture's address is not a public one: it is not fetched from there");
     if (f.too_large || code == CURLE_FILESIZE_EXCEEDED)
         return fail(err, 400, "the picture is over the limit of %zu bytes for fetching", limit);
-    if (code == CURLE_OPERATION_TIMEDOUT)
-        return fail(err, 400, "the picture's server took longer than %d seconds", rules->seconds);
+    if (f.no_room) return fail(err, 503, "too many pictures are being fetched: try again later");
+    if (code == CURLE_OPERATION_TIMEDOUT) return fail_late(err);
     if (code == CURLE_TOO_MANY_REDIRECTS) return fail(err, 400, "the picture's server redirects too often");
     if (code == CURLE_UNSUPPORTED_PROTOCOL) return fail(err, 400, "pictures are fetched by http and https only");
     if (code != CURLE_OK) return fail(err, 400, "the picture cannot be fetched: its server cannot be reached");

@@ -270,6 +270,13 @@ typedef struct Script {
     int n_owned;
 } Script;
 
+static size_t script_text(const Script *s) { // bytes
+    size_t n = 0;
+    for (int i = 0; i < s->n; i++)
+        for (int k = 0; k < s->turns[i].n; k++) n += s->turns[i].parts[k].n;
+    return n;
+}
+
 static void script_free(Script *s) {
     for (int i = 0; i < s->n; i++) free(s->turns[i].parts);
     for (int i = 0; i < s->n_owned; i++) free(s->owned[i]);
@@ -484,7 +491,11 @@ static bool conversation_force(Conversation *c, const Tokenizer *tok, const Tool
 bool conversation_read(Conversation *c, PictureSource *source, const Tokenizer *tok, json_t *messages,
                        const Tools *tools, Text *begun, Error *err) {
     Script s = {0};
-    bool ok = script_read(c, source, tok, messages, tools, &s, err) && source->decode(source, c->pictures, c->n, err);
+    bool ok = script_read(c, source, tok, messages, tools, &s, err);
+    if (ok && source->most_text && script_text(&s) > source->most_text)
+        ok = fail_at(err, "messages", "a text of %zu bytes, over the %zu that are taken for the context's length",
+                     script_text(&s), source->most_text);
+    ok = ok && source->decode(source, c->pictures, c->n, err);
     for (int i = 0; ok && i < s.n; i++)
         ok = prompt_add(&c->prompt, tok, source->config, s.turns[i].role, s.turns[i].parts, s.turns[i].n, err);
     if (ok) prompt_open_reply(&c->prompt, tok);

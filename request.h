@@ -65,7 +65,8 @@ size_t percent_decode(char *s);
 typedef struct PictureSource PictureSource;
 struct PictureSource {
     const ImageConfig *config;
-    int most; // pictures that a request may have
+    int most;         // pictures that a request may have
+    size_t most_text; // bytes of text; 0: any
     bool (*fetch)(PictureSource *source, const char *url, Picture *picture, Error *err);
     // From bytes to image, for all pictures of a request.
     bool (*decode)(PictureSource *source, Picture **pictures, int n, Error *err);
@@ -200,8 +201,10 @@ typedef struct Network Network; // addresses with a prefix in common
 
 typedef struct FetchRules {
     Network *allowed; // beside the public ones
-    int n_allowed, seconds;
-    bool (*gone)(void *context); // nobody waits for it any more; may be NULL
+    int n_allowed;
+    double seconds;
+    bool (*room)(void *context, size_t bytes); // memory for bytes that have come
+    bool (*gone)(void *context);               // nobody waits for them any more
     void *context;
 } FetchRules;
 

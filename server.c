@@ -42,7 +42,11 @@ enum {
     LOOK_MS = 20,           // how often a thread that waits looks whether its client is still there
     FETCHES = 8,            // fetched bytes kept at a time, in units of the largest picture
     KEPT_STEPS = 256,       // for the page's timeline
-    BODY_RATE = 16 << 10,   // bytes a second that a body must come with, after the idle time
+    BODY_RATE = 16 << 10,   // bytes a second that a body must come with, after the idle time;
+    HURRY_RATE = 1 << 20,   // after HURRY_SECONDS, while others wait for the memory
+    HURRY_SECONDS = 5,
+    TEXT_PER_TOKEN = 16, // bytes of text that a token of the context is taken to hold, at most
+    LOGPROB_BYTES = 700, // of a log-probability, while a reply is made
     N_BUCKETS = 14,
 };
 
@@ -114,6 +118,7 @@ struct Server {
     FetchRules fetch;
     char media_dir[PATH_MAX]; // resolved; "": none
     int room;                 // tokens that a sequence may have
+    size_t most_text;         // bytes of a prompt's text
     size_t token_bytes, row_bytes;
     double started;
     time_t created;
@@ -339,8 +344,9 @@ struct Call {
     int status;
 
     Text body;
-    size_t body_bytes, received, fetched, body_charge, fetch_charge, picture_charge; // charges: taken from the budgets
-    bool counted;                                                                    // in server->calls
+    size_t body_bytes, received, body_charge, fetch_charge, picture_charge; // charges: taken from the budgets
+    double fetch_until; // for all pictures of the request; 0: none has been fetched
+    bool counted;       // in server->calls
 
     json_t *json;
     Source source;
@@ -350,8 +356,8 @@ struct Call {
     char id[40];
     pthread_cond_t news;
     Choice choices[MAX_N];
-    int n_choices, prompt_tokens, written; // written: tokens of all answers
-    Text out;                              // of a stream: not sent yet
+    int planned, n_choices, prompt_tokens, written; // answers wanted, put to work; tokens of all prompts and answers
+    Text out;                                       // of a stream: not sent yet
     size_t sent;
     bool streamed; // the last byte of it is in `out`
 };
@@ -438,19 +444,31 @@ static bool source_file(Server *s, const char *url, Picture *p, Error *err) {
     return ok || fail_at(err, "messages", "this file:// picture is not there, or not in the folder that is served");
 }
 
+// Room for bytes that have come. Whoever waits for it holds some, so nobody waits past his time.
+static bool fetch_room(void *context, size_t bytes) {
+    Call *call = context;
+    Server *s = call->server;
+    Budget *b = &s->fetched;
+    pthread_mutex_lock(&s->lock);
+    while (b->used + bytes > b->size && now_seconds() < call->fetch_until && !s->aborting)
+        wait_moment(s, &s->budget_freed);
+    bool ok = b->used + bytes <= b->size;
+    if (ok) b->used += bytes, call->fetch_charge += bytes;
+    pthread_mutex_unlock(&s->lock);
+    return ok;
+}
+
 static bool source_fetch(PictureSource *source, const char *url, Picture *p, Error *err) {
     Call *call = ((Source *)source)->call;
     Server *s = call->server;
     if (strncasecmp(url, "file:", 5) == 0) return source_file(s, url, p, err);
     if (strncasecmp(url, "http://", 7) && strncasecmp(url, "https://", 8))
         return fail_at(err, "messages", "a picture's URL begins with data:, http:// or https://");
+    if (!call->fetch_until) call->fetch_until = now_seconds() + s->options->fetch_seconds;
     FetchRules rules = s->fetch;
-    rules.gone = call_gone, rules.context = call;
-    size_t left = call->fetch_charge - call->fetched;
-    size_t limit = s->options->fetch_bytes < left ? s->options->fetch_bytes : left;
-    bool ok = fetch_url(&rules, url, limit, &p->bytes, err);
-    call->fetched += p->bytes.n;
-    return ok;
+    rules.seconds = call->fetch_until - now_seconds();
+    rules.room = fetch_room, rules.gone = call_gone, rules.context = call;
+    return fetch_url(&rules, url, s->options->fetch_bytes, &p->bytes, err);
 }
 
 static bool source_decode(PictureSource *source, Picture **pictures, int n, Error *err) {
@@ -475,27 +493,6 @@ static bool source_decode(PictureSource *source, Picture **pictures, int n, Erro
     return ok;
 }
 
-static bool is_remote(json_t *part) {
-    const char *type = json_string_value(json_object_get(part, "type"));
-    json_t *url = type ? json_object_get(part, type) : NULL;
-    if (json_is_object(url)) url = json_object_get(url, "url");
-    return json_is_string(url) && strncasecmp(json_string_value(url), "http", 4) == 0;
-}
-
-// Memory for all pictures that will be fetched, at once: nobody waits for more while holding some.
-static bool call_reserve_fetches(Call *call, json_t *messages) {
-    Server *s = call->server;
-    size_t i, k, n = 0, each = s->options->fetch_bytes;
-    json_t *message, *part;
-    json_array_foreach(messages, i, message) json_array_foreach(json_object_get(message, "content"), k, part) n +=
-        is_remote(part);
-    if (!n) return true;
-    if (n > FETCHES) n = FETCHES;
-    if (!budget_take(s, &s->fetched, n * each, call->client->fd)) return fail_gone(call, &call->err);
-    call->fetch_charge = n * each;
-    return true;
-}
-
 // ---------------------------------------------------------------------------------------------
 // Generation: from fields to sequences in the engine
 
@@ -506,13 +503,13 @@ static bool call_read_chat(Call *call, bool sizes_only) {
     if (!json_is_array(messages)) return fail_at(&call->err, "messages", "messages must be an array");
     call->source = (Source){{.config = engine_image_config(s->engine),
                              .most = s->options->max_images,
+                             .most_text = s->most_text,
                              .fetch = source_fetch,
                              .decode = source_decode},
                             call,
                             sizes_only};
-    bool ok =
-        call_reserve_fetches(call, messages) && conversation_read(&call->chat, &call->source.base, s->model->tokenizer,
-                                                                  messages, &call->how.tools, &begun, &call->err);
+    bool ok = conversation_read(&call->chat, &call->source.base, s->model->tokenizer, messages, &call->how.tools,
+                                &begun, &call->err);
     for (int i = 0; i < MAX_N && begun.n; i++) {
         Answer *a = &call->choices[i].answer;
         text_add(&a->text, begun.data, begun.n);
@@ -538,6 +535,12 @@ static bool call_limit(const Call *call, int prompt, int *most, Error *err) {
                    prompt, *most, room);
 }
 
+// Bytes that the log-probabilities of so many tokens take until the reply is sent. A stream sends them as they come.
+static size_t logprobs_bytes(const Call *call, size_t tokens) {
+    if (!call->how.logprobs || call->how.stream) return 0;
+    return tokens * (1 + (size_t)call->how.sampling.logprobs) * LOGPROB_BYTES;
+}
+
 // Put an answer to `ids` to work. Its seed is the request's plus its number.
 static bool call_submit(Call *call, const int32_t *ids, size_t n) {
     Choice *c = &call->choices[call->n_choices];
@@ -545,6 +548,11 @@ static bool call_submit(Call *call, const int32_t *ids, size_t n) {
     int most;
     if (!n) return fail_at(&call->err, call->text ? "prompt" : "messages", "the prompt is empty");
     if (!call_limit(call, (int)(n < INT_MAX ? n : INT_MAX), &most, &call->err)) return false;
+    if (logprobs_bytes(call, (size_t)call->planned * (size_t)most) > call->server->bodies.size)
+        return fail_at(&call->err, "logprobs",
+                       "log-probabilities of %d x %d tokens are too many for one reply: take a stream, or lower "
+                       "max_tokens, n or top_logprobs",
+                       call->planned, most);
     c->answer.seed = call->how.seeded ? call->how.sampling.seed + (uint64_t)call->n_choices : random_seed();
     c->answer.how = &call->how;
     c->job = (Job){.arrived = call->began, .news = &call->news};
@@ -676,6 +684,19 @@ static json_t *choice_json(Call *call, int index) {
     return out;
 }
 
+// Memory for a large reply. Pictures, which the engine needs no more, go first: budgets are taken in one order only.
+static bool call_reserve_reply(Call *call) {
+    Server *s = call->server;
+    size_t bytes = logprobs_bytes(call, (size_t)call->written);
+    if (bytes <= SMALL_BODY) return true;
+    for (int i = 0; i < call->chat.n; i++) image_free(&call->chat.pictures[i]->image);
+    budget_give(s, &s->pictures, call->picture_charge);
+    call->picture_charge = 0;
+    if (!budget_take(s, &s->bodies, bytes, call->client->fd)) return fail_gone(call, &call->err);
+    call->body_charge = bytes;
+    return true;
+}
+
 static void reply_whole(Call *call) {
     json_t *choices = json_array();
     for (int left = call->n_choices; left;) {
@@ -688,6 +709,10 @@ static void reply_whole(Call *call) {
         for (int i = 0; i < call->n_choices; i++) left += !call->choices[i].answer.finished;
     }
     for (int i = 0; i < call->n_choices; i++) choice_end(call, &call->choices[i]);
+    if (!call_reserve_reply(call)) {
+        json_decref(choices);
+        return reply_error(call);
+    }
     for (int i = 0; i < call->n_choices; i++) json_array_append_new(choices, choice_json(call, i));
     json_t *out = envelope_json(call, call->text ? "text_completion" : "chat.completion");
     json_object_set_new(out, "choices", choices);
@@ -823,7 +848,7 @@ static void chat_completions(Call *call) {
     bool ok = generation_read(&call->how, call->json, false, s->options->strict, s->model->tokenizer, &call->err) &&
               call_read_chat(call, false);
     const Ids *ids = &call->chat.prompt.ids;
-    call->prompt_tokens = (int)ids->n;
+    call->prompt_tokens = (int)ids->n, call->planned = call->how.n;
     for (int i = 0; ok && i < call->how.n; i++) ok = call_submit(call, ids->data, ids->n);
     answer_call(call, ok);
 }
@@ -880,6 +905,9 @@ static bool ids_read(json_t *list, int vocab, Ids *out, Error *err) {
 static bool prompt_read(Server *s, json_t *prompt, Ids *out, Error *err) {
     if (json_is_array(prompt)) return ids_read(prompt, s->model->config.text.vocab, out, err);
     if (!json_is_string(prompt)) return fail_at(err, "prompt", "a prompt is a string or an array of token ids");
+    if (json_string_length(prompt) > s->most_text)
+        return fail_at(err, "prompt", "a text of %zu bytes, over the %zu that are taken for a context of %d tokens",
+                       json_string_length(prompt), s->most_text, s->room);
     return tokenizer_encode(s->model->tokenizer, json_string_value(prompt), json_string_length(prompt), out, err);
 }
 
@@ -903,6 +931,7 @@ static bool completions_submit(Call *call) {
     if (!prompt || n < 1) return fail_at(&call->err, "prompt", "prompt is needed");
     if (n * (size_t)call->how.n > MAX_N)
         return fail_at(&call->err, "prompt", "%zu prompts with %d answers each: over %d", n, call->how.n, MAX_N);
+    call->planned = (int)n * call->how.n;
     bool ok = true;
     for (size_t i = 0; ok && i < n; i++) {
         Ids ids = {0};
@@ -1372,9 +1401,11 @@ static void drop_slow(Server *s) {
     static const char reply[] = "HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n";
     double now = now_seconds(), head = s->options->header_seconds, idle = s->options->idle_seconds;
     pthread_mutex_lock(&s->lock);
+    bool hurry = s->bodies.first != NULL;
+    double grace = hurry && idle > HURRY_SECONDS ? HURRY_SECONDS : idle, rate = hurry ? HURRY_RATE : BODY_RATE;
     for (Client *c = s->clients; c; c = c->next) {
         double most = c->stage == STAGE_HEAD   ? head
-                      : c->stage == STAGE_BODY ? idle + (double)c->received / BODY_RATE
+                      : c->stage == STAGE_BODY ? grace + (double)c->received / rate
                       : c->stage == STAGE_IDLE ? idle + head
                                                : HUGE_VAL;
         if (now - c->since <= most) continue;
@@ -1459,6 +1490,7 @@ static void server_init(Server *s) {
     snprintf(s->fingerprint, sizeof s->fingerprint, "vlm-%.8s", source ? source : "0");
     int kv = map.blocks * KV_BLOCK, ctx = engine_options(s->engine)->ctx;
     s->room = kv < ctx ? kv : ctx;
+    s->most_text = (size_t)s->room * TEXT_PER_TOKEN + (64 << 10);
     s->token_bytes = map.owners[OWNER_KV].bytes / (size_t)kv;
     s->row_bytes = (size_t)s->model->config.text.hidden * sizeof(float);
     s->bodies.size = o->body_memory, s->pictures.size = o->picture_memory, s->fetched.size = FETCHES * o->fetch_bytes;

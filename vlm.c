@@ -318,7 +318,7 @@ const void *modelfile_tensor(const ModelFile *f, const char *name, const char *d
              rank > 1 ? dims[1] : 1);
         return NULL;
     }
-    if ((f->data + t->begin) % 64)
+    if (f->data % 64 || t->begin % 64) // in the file, and in a copy of the data
         return fail(err, 500, "%s: tensor %s is not aligned to 64 bytes", f->path, name), NULL;
     memcpy(dims, t->dims, rank * sizeof *dims);
     return f->map + f->data + t->begin;

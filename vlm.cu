@@ -124,7 +124,8 @@ template <typename S> __device__ __forceinline__ S &shared_memory() {
 // ---------------------------------------------------------------------------------------------
 // The device's state, and launching
 
-constexpr size_t STAGING = 4 << 20, SCRATCH = 32 << 20;
+// Scratch for 16,000 spans of 64 keys of a key head: 32 sequences of 8,000 tokens of the 3B model are split at once.
+constexpr size_t STAGING = 4 << 20, SCRATCH = 128 << 20;
 
 static struct Gpu {
     cudaStream_t stream; // everything goes through it, in order
@@ -158,6 +159,7 @@ static void launch(void (*kernel)(Params...), dim3 grid, int threads, size_t sha
 template <typename... Params> static int resident(void (*kernel)(Params...), int threads, size_t shared) {
     int blocks = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared), "occupancy");
+    assert(blocks > 0);
     return blocks * gpu.processors;
 }
 
@@ -240,7 +242,8 @@ static void *cuda_reserve(size_t bytes) {
     if (!cuda_start(&err)) return NULL;
     size_t before = memory_free(&total);
     if (cudaMalloc(&base, bytes) != cudaSuccess) return cudaGetLastError(), (void *)NULL;
-    gpu.slack = before - memory_free(&total) - bytes;
+    size_t after = memory_free(&total);
+    gpu.slack = before > after + bytes ? before - after - bytes : 0;
     gpu.scratch = (float *)((char *)base + bytes - SCRATCH);
     return base;
 }
@@ -456,7 +459,7 @@ template <int MT, int NT> struct TileShared {
     static constexpr int N = 2 * MT * 16, T = 4 * NT * 8, ROWS = N + T;
     union {
         uint4 stage[STAGES][2][ROWS][4];
-        float sum[T][N + 1];
+        float sum[T][N + 4]; // so that 2 q rows and g columns are 32 banks
     };
 };
 
@@ -489,14 +492,16 @@ __device__ __forceinline__ void tile_fill(TileShared<MT, NT> &s, const Linear &a
     copy_commit();
 }
 
-// Many rows (prefill, vision). Block: a tile of 32 MT outputs x 32 NT rows; warp: 16 MT outputs x 8 NT rows of it. K
-// goes by in steps of 64 through STAGES stages filled by asynchronous copies. Shared: 96 KB for 128 x 128. At least
-// (N + T) K 2 bytes, 2 T N K flops: the tensor cores. Not measured yet.
+// Many rows (prefill, vision). Block: a tile of 32 MT outputs x 32 NT rows; warp: 16 MT outputs x 8 NT rows of it.
+// Neighbouring blocks take all rows for the same outputs: weights come from memory once, rows out of L2. K goes by in
+// steps of 64 through STAGES stages filled by asynchronous copies. Shared: 96 KB for 128 x 128. At least (N + T) K 2
+// bytes, 2 T N K flops: the tensor cores. Not measured yet.
 template <int MT, int NT, bool ALIGNED> __global__ void __launch_bounds__(TILE_WARPS *WARP) linear_tile(Linear a) {
     typedef TileShared<MT, NT> S;
     S &s = shared_memory<S>();
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, q = lane % 4;
-    int n0 = blockIdx.x * S::N, t0 = blockIdx.y * S::T, wn = warp % 2 * MT * 16, wt = warp / 2 * NT * 8;
+    int across = div_up(a.T, S::T), n0 = blockIdx.x / across * S::N, t0 = blockIdx.x % across * S::T;
+    int wn = warp % 2 * MT * 16, wt = warp / 2 * NT * 8; // the warp's part of the tile
     float c[MT][NT][4] = {}, total[MT][NT][4] = {};
     for (int i = 0; i < STAGES - 1; i++) tile_fill<MT, NT, ALIGNED>(s, a, i, n0, t0, i * STEP);
     for (int k = 0, step = 0; k < a.K; k += STEP, step++) {
@@ -581,7 +586,7 @@ template <int MT, int NT, bool ALIGNED> static void launch_tile(const Linear &a)
     static const cudaError_t allowed = // once: more than the 48 KB that every kernel may have
         cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(S));
     check(allowed, "shared memory");
-    launch(kernel, dim3(div_up(a.N, S::N), div_up(a.T, S::T)), TILE_WARPS * WARP, sizeof(S), a);
+    launch(kernel, div_up(a.N, S::N) * div_up(a.T, S::T), TILE_WARPS * WARP, sizeof(S), a);
 }
 
 template <int MT, int NT> static void launch_tiles(const Linear &a) {
@@ -1356,8 +1361,9 @@ __device__ float find_floor(SampleShared &s, const float *x, int V, float from, 
         __syncthreads();
         for (int i = threadIdx.x; i < V; i += blockDim.x) {
             uint32_t bits = __float_as_uint(x[i]);
-            if (x[i] > 0 && x[i] >= from && bits >> shift >> DIGIT == found)
-                atomicAdd(&s.bins[bits >> shift & (BINS - 1)], by_count ? 1 : units(x[i]));
+            if (!(x[i] > 0 && x[i] >= from && bits >> shift >> DIGIT == found)) continue;
+            unsigned long long *bin = &s.bins[bits >> shift & (BINS - 1)];
+            by_count ? (void)atomicAdd((unsigned *)bin, 1u) : (void)atomicAdd(bin, units(x[i]));
         }
         __syncthreads();
         if (threadIdx.x < WARP) find_digit(s, want);
@@ -1391,8 +1397,12 @@ __device__ Best draw(SampleShared &s, float *x, int V, const SampleRow &row) {
     __syncthreads();
     if (row.how.top_k > 0 && row.how.top_k < V) from = find_floor(s, x, V, 0, row.how.top_k, true);
     if (row.how.top_p < 1) {
-        double want = ceil(row.how.top_p * (double)sum_units(s, x, V, from));
-        from = fmaxf(from, find_floor(s, x, V, from, want < 1 ? 1 : (unsigned long long)want, false));
+        unsigned long long sum = sum_units(s, x, V, from), want = (unsigned long long)ceil(row.how.top_p * (double)sum);
+        if (want < 1) want = 1;
+        // Weights under an even share of what top-p leaves out cannot be among those that it keeps: most of the
+        // vocabulary, which would otherwise queue for the bins.
+        float share = want < sum ? (float)((sum - want) / V) * 0x1p-40f * 0.999f : 0;
+        from = fmaxf(from, find_floor(s, x, V, fmaxf(from, share), want, false));
     }
     float floor = fmaxf(row.how.min_p, from);
     Best best = {-1, NOBODY};

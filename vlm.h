@@ -3,7 +3,7 @@
 //   image.c      bytes of a picture -> upright, resized RGB -> patches
 //   tokenizer.c  text <-> ids, the chat template
 //   vlm.c        model file, memory plan, vision tower, language model, KV blocks, scheduler, step
-//   vlm_cpu.c    the operations of the Device table in C
+//   vlm_cpu.c    the operations of the Device table in C, built for several instruction sets (vlm_cpu_pick.c)
 //   request.c    OpenAI's JSON <-> prompts and answers (request.h)
 //   chat.c       main(): command line and REPL
 //   server.c     the HTTP server
@@ -449,7 +449,7 @@ typedef struct Device {
                    const SampleRow *rows, const TokenCount *counts, int R, int V);
 } Device;
 
-extern const Device device_cpu;  // vlm_cpu.c
+extern Device device_cpu;        // vlm_cpu.c: the build for this processor, from before main() on
 extern const Device device_cuda; // vlm.cu, in builds with CUDA
 extern const Device device_null; // vlm_null.c
 

@@ -1,10 +1,10 @@
 // vlm_cpu.c: the operations of the Device table in C, for any CPU. The reference device.
 //
-// Everything that sums works on vectors of 16 lanes, one order for all instruction sets: lane i adds
-// elements i, i + 16, ...; the lanes are then added as a tree. AVX-512 holds such a vector in one
-// register, AVX2 in two, anything else in what the compiler makes of it. Since each output element
-// has lanes of its own and rows are only ever grouped, never split, the result does not depend on
-// how many rows come together, nor on threads: these divide outputs, never sums.
+// Everything works on vectors of 16 lanes, in one order for all instruction sets: AVX-512 holds such a vector in one
+// register, AVX2 in two, anything else in what the compiler makes of it. The Makefile builds this file once for each
+// set, and vlm_cpu_pick.c chooses when the program starts. Since each output element has a lane of its own (or, in
+// norms, its own sixteen) and rows are only ever grouped, never split, the result does not depend on how many rows come
+// together, nor on threads: these divide outputs, never sums.
 #include "vlm.h"
 #include <assert.h>
 #include <math.h>
@@ -16,107 +16,114 @@
 #endif
 
 // ---------------------------------------------------------------------------------------------
-// Sixteen lanes
-
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef float f32x8 __attribute__((vector_size(32)));
-typedef float f32x4 __attribute__((vector_size(16)));
-
-#if defined(__clang__) || __GNUC__ >= 12
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#define SHUFFLE64(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (i32x16){__VA_ARGS__})
-#define SHUFFLE64(a, b, ...) __builtin_shuffle(a, b, (i64x8){__VA_ARGS__})
-#endif
+// Vectors: a register of the instruction set, whatever its width
 
 #define INLINE static inline __attribute__((always_inline))
+#if defined(__AVX512F__)
 enum { LANES = 16 };
+#elif defined(__AVX2__)
+enum { LANES = 8 };
+#else
+enum { LANES = 4 };
+#endif
 
-INLINE f32x16 v_set(float x) { return x - (f32x16){0}; }
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES))); // bf16 or f16
+typedef int8_t vb __attribute__((vector_size(LANES)));
 
-INLINE f32x16 v_load(const float *p) {
-    f32x16 v;
+#if defined(__AVX512F__)
+static const vi lane_index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif defined(__AVX2__)
+static const vi lane_index = {0, 1, 2, 3, 4, 5, 6, 7};
+#else
+static const vi lane_index = {0, 1, 2, 3};
+#endif
+
+// Lane i is lane from[i] of a, or from[i] - LANES of b. `from` is a constant, and this one instruction.
+INLINE vi v_shuffle(vi a, vi b, vi from) {
+#if defined(__clang__)
+    vi v;
+    for (int i = 0; i < LANES; i++) v[i] = from[i] < LANES ? a[from[i]] : b[from[i] - LANES];
+    return v;
+#else
+    return __builtin_shuffle(a, b, from);
+#endif
+}
+
+INLINE vf v_rotate(vf v, int n) { return (vf)v_shuffle((vi)v, (vi)v, (lane_index + n) & (LANES - 1)); }
+
+INLINE vf v_set(float x) { return x - (vf){0}; }
+
+INLINE vf v_load(const float *p) {
+    vf v;
     memcpy(&v, p, sizeof v);
     return v;
 }
 
-INLINE void v_store(float *p, f32x16 v) { memcpy(p, &v, sizeof v); }
+INLINE void v_store(float *p, vf v) { memcpy(p, &v, sizeof v); }
 
-// a * b + c, rounded once.
-INLINE f32x16 v_fma(f32x16 a, f32x16 b, f32x16 c) {
+// a * b + c, rounded once where the machine can.
+INLINE vf v_fma(vf a, vf b, vf c) {
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__) && defined(__FMA__)
-    union {
-        f32x16 v;
-        __m256 h[2];
-    } x = {a}, y = {b}, z = {c};
-    z.h[0] = _mm256_fmadd_ps(x.h[0], y.h[0], z.h[0]);
-    z.h[1] = _mm256_fmadd_ps(x.h[1], y.h[1], z.h[1]);
-    return z.v;
-#else
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__x86_64__) // without the instruction, fmaf is a call
+    return a * b + c;
+#else                     // NEON has it as vfmaq_f32, and the compiler knows
     for (int i = 0; i < LANES; i++) c[i] = fmaf(a[i], b[i], c[i]);
     return c;
 #endif
 }
 
 // Where mask (all ones or zeros a lane): a, else b.
-INLINE f32x16 v_select(i32x16 mask, f32x16 a, f32x16 b) { return (f32x16)((mask & (i32x16)a) | (~mask & (i32x16)b)); }
+INLINE vf v_select(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
 
 // The larger one; b when a is NaN, so keep the value that may be NaN in b.
-INLINE f32x16 v_max(f32x16 a, f32x16 b) {
+INLINE vf v_max(vf a, vf b) {
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
 #else
     return v_select(a > b, a, b);
 #endif
 }
 
 // The smaller one; b when a is NaN.
-INLINE f32x16 v_min(f32x16 a, f32x16 b) {
+INLINE vf v_min(vf a, vf b) {
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_min_ps((__m512)a, (__m512)b);
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
 #else
     return v_select(a < b, a, b);
 #endif
 }
 
-INLINE float v_sum(f32x16 v) {
-    union {
-        f32x16 v;
-        f32x8 h[2];
-    } a = {v};
-    union {
-        f32x8 v;
-        f32x4 h[2];
-    } b = {a.h[0] + a.h[1]};
-    f32x4 c = b.h[0] + b.h[1];
-    return (c[0] + c[2]) + (c[1] + c[3]);
-}
-
-INLINE float v_max_lane(f32x16 v) {
-    v = v_max(v, SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-    v = v_max(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-    v = v_max(v, SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-    v = v_max(v, SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+// All lanes, halves first.
+INLINE float v_sum(vf v) {
+    for (int half = LANES / 2; half; half /= 2) v += v_rotate(v, half);
     return v[0];
 }
 
-static const i32x16 lane_index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+INLINE float v_max_lane(vf v) {
+    for (int half = LANES / 2; half; half /= 2) v = v_max(v, v_rotate(v, half));
+    return v[0];
+}
 
 // e^x to 2 ulp; 0 below -87, where the result would be subnormal; NaN stays NaN. Cody and Waite's
 // reduction x = n ln 2 + r, then Taylor's polynomial on |r| <= ln 2 / 2.
-INLINE f32x16 v_exp(f32x16 x) {
-    const f32x16 magic = v_set(12582912.0f); // 1.5 * 2^23: adding it rounds to an integer in the low bits
-    f32x16 clipped = v_min(v_set(88.0f), x);
-    f32x16 t = v_fma(clipped, v_set(1.44269504f), magic);
-    f32x16 n = t - magic;
-    f32x16 r = v_fma(n, v_set(-0.693359375f), clipped);
+INLINE vf v_exp(vf x) {
+    const vf magic = v_set(12582912.0f); // 1.5 * 2^23: adding it rounds to an integer in the low bits
+    vf clipped = v_min(v_set(88.0f), x);
+    vf t = v_fma(clipped, v_set(1.44269504f), magic);
+    vf n = t - magic;
+    vf r = v_fma(n, v_set(-0.693359375f), clipped);
     r = v_fma(n, v_set(2.12194440e-4f), r);
-    f32x16 p = v_set(1.0f / 5040);
+    vf p = v_set(1.0f / 5040);
     p = v_fma(p, r, v_set(1.0f / 720));
     p = v_fma(p, r, v_set(1.0f / 120));
     p = v_fma(p, r, v_set(1.0f / 24));
@@ -124,8 +131,8 @@ INLINE f32x16 v_exp(f32x16 x) {
     p = v_fma(p, r, v_set(0.5f));
     p = v_fma(p, r, v_set(1.0f));
     p = v_fma(p, r, v_set(1.0f));
-    u32x16 exponent = ((u32x16)t - (u32x16)magic + 127) << 23;
-    return v_select(x < -87.0f, (f32x16){0}, p * (f32x16)exponent);
+    vu exponent = ((vu)t - (vu)magic + 127) << 23;
+    return v_select(x < -87.0f, (vf){0}, p * (vf)exponent);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -159,39 +166,39 @@ INLINE void put(void *p, Dtype type, size_t i, float f) {
         ((bf16 *)p)[i] = f32_to_bf16(f);
 }
 
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
-
-// Sixteen numbers from p[i] on.
-INLINE f32x16 v_get(const void *p, Dtype type, size_t i) {
+// LANES numbers from p[i] on.
+INLINE vf v_get(const void *p, Dtype type, size_t i) {
     if (type == F32) return v_load((const float *)p + i);
-    u16x16 b;
+    vh b;
     memcpy(&b, (const bf16 *)p + i, sizeof b);
-    return (f32x16)(__builtin_convertvector(b, u32x16) << 16);
+    return (vf)(__builtin_convertvector(b, vu) << 16);
 }
 
-INLINE void v_put(void *p, Dtype type, size_t i, f32x16 v) {
+INLINE void v_put(void *p, Dtype type, size_t i, vf v) {
     if (type == F32) {
         v_store((float *)p + i, v);
         return;
     }
-    u32x16 u = (u32x16)v, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16, quiet = u >> 16 | 0x40;
-    i32x16 nan = v != v;
-    u16x16 b = __builtin_convertvector((rounded & ~(u32x16)nan) | (quiet & (u32x16)nan), u16x16);
+    vu u = (vu)v, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16, quiet = u >> 16 | 0x40;
+    vi nan = v != v;
+    vh b = __builtin_convertvector((rounded & ~(vu)nan) | (quiet & (vu)nan), vh);
     memcpy((bf16 *)p + i, &b, sizeof b);
 }
 
 INLINE const void *at(const void *p, Dtype type, size_t i) { return (const char *)p + i * width(type); }
 
-// Sixteen f16 numbers, all finite.
-INLINE f32x16 v_load_f16(const uint16_t *p) {
+// LANES f16 numbers, all finite.
+INLINE vf v_load_f16(const uint16_t *p) {
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)p));
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)p));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const void *)p));
 #else
-    u16x16 h;
+    vh h;
     memcpy(&h, p, sizeof h);
-    u32x16 u = __builtin_convertvector(h, u32x16);
-    f32x16 size = (f32x16)((u & 0x7fff) << 13) * 0x1p112f; // moves the exponent, subnormals included
-    return (f32x16)((u32x16)size | (u & 0x8000) << 16);
+    vu u = __builtin_convertvector(h, vu);
+    vf size = (vf)((u & 0x7fff) << 13) * 0x1p112f; // moves the exponent, subnormals included
+    return (vf)((vu)size | (u & 0x8000) << 16);
 #endif
 }
 
@@ -227,7 +234,7 @@ static void embed_quantised(float *out, const uint8_t *table, Dtype type, int id
             q = group[k / 4 * 64 + four] - 128;
         else
             q = (group[k / 8 * 64 + four] >> (k & 4) & 15) - 8;
-        out[c] = (float)q * v_load_f16(scales + c / Q_GROUP * Q_ROWS)[r];
+        out[c] = (float)q * v_load_f16(scales + c / Q_GROUP * Q_ROWS + r / LANES * LANES)[r % LANES];
     }
 }
 
@@ -259,10 +266,10 @@ static void cpu_gather_rows(void *dst, const void *src, const int32_t *index, in
 // rmsnorm
 
 INLINE void rmsnorm_row(void *out, Dtype type, const float *x, const float *weight, float eps, int C) {
-    f32x16 squares = {0};
+    vf squares = {0};
     int c = 0;
     for (; c + LANES <= C; c += LANES) {
-        f32x16 v = v_load(x + c);
+        vf v = v_load(x + c);
         squares = v_fma(v, v, squares);
     }
     for (int i = 0; c + i < C; i++) squares[i] = fmaf(x[c + i], x[c + i], squares[i]);
@@ -302,9 +309,12 @@ static void cpu_rmsnorm(void *out, Dtype type, const float *x, const float *weig
 
 #if defined(__AVX512F__)
 enum { QM = 3, QN = 4 }; // 12 sums of a group, 12 of all, 4 vectors of w and one of x in 32 registers
+#elif defined(__AVX2__)
+enum { QM = 3, QN = 1 };                                              // 6, 6, 2 and one in 16
 #else
-enum { QM = 4, QN = 1 };
+enum { QM = 2, QN = 1 };
 #endif
+enum { PARTS = Q_ROWS / LANES, QV = QN * PARTS }; // registers for a vector of a tile; for those of QN tiles
 enum { QSLICE = 8, MADE_SLICE = 4, QT_ROWS = 512, TILE_GROUP = Q_ROWS * 64 };
 
 typedef struct XGroup { // a group of a row of x: 64 bytes of numbers
@@ -327,33 +337,32 @@ typedef struct Linear { // the arguments of linear, for the tiles
     bool accumulate;
 } Linear;
 
-INLINE i32x16 load_bytes(const void *p, size_t n) {
-    i32x16 v = {0};
-    memcpy(&v, p, n);
+INLINE vi load_vector(const void *p) {
+    vi v;
+    memcpy(&v, p, sizeof v);
     return v;
 }
 
 // A group of x is rounded as w is, to 127 steps. Where it is not finite the scale is NaN, and so is every output of the
 // row.
 INLINE void quantise_group(XGroup *out, Dtype type, const bf16 *x) {
-    typedef int8_t i8x16 __attribute__((vector_size(16)));
-    const f32x16 magic = v_set(12582912.0f); // rounds, as in v_exp
-    f32x16 v[Q_GROUP / LANES], most = {0}, wrong = {0};
+    const vf magic = v_set(12582912.0f); // rounds, as in v_exp
+    vf v[Q_GROUP / LANES], most = {0}, wrong = {0};
     for (int i = 0; i < Q_GROUP / LANES; i++) {
         v[i] = v_get(x, BF16, i * LANES);
-        most = v_max((f32x16)((i32x16)v[i] & 0x7fffffff), most);
-        wrong = v_fma(v[i], (f32x16){0}, wrong);
+        most = v_max((vf)((vi)v[i] & 0x7fffffff), most);
+        wrong = v_fma(v[i], (vf){0}, wrong);
     }
     float max = v_max_lane(most);
-    f32x16 inverse = v_set(max > 0 ? 127 / max : 0);
-    i32x16 sum = {0};
+    vf inverse = v_set(max > 0 ? 127 / max : 0);
+    vi sum = {0};
     for (int i = 0; i < Q_GROUP / LANES; i++) {
-        i8x16 q = __builtin_convertvector((i32x16)v_fma(v[i], inverse, magic) - (i32x16)magic, i8x16);
+        vb q = __builtin_convertvector((vi)v_fma(v[i], inverse, magic) - (vi)magic, vb);
         memcpy(out->bytes + i * LANES, &q, sizeof q);
-        sum += __builtin_convertvector(q, i32x16);
+        sum += __builtin_convertvector(q, vi);
     }
     out->scale = max / 127 + v_sum(wrong);
-    out->start = (type == Q8 ? -128 : -8) * (int)v_sum(__builtin_convertvector(sum, f32x16)); // whole, so exact
+    out->start = (type == Q8 ? -128 : -8) * (int)v_sum(__builtin_convertvector(sum, vf)); // whole, so exact
 }
 
 static void quantise_row(XGroup *out, Dtype type, const bf16 *x, int K) {
@@ -372,135 +381,136 @@ static void prepare_row(XGroup *out, Dtype type, const void *x, int K) {
     }
     size_t bytes = K * width(type);
     for (size_t k = 0; k < bytes; k += 64, out++) {
-        i32x16 group = load_bytes((const char *)x + k, bytes - k < 64 ? bytes - k : 64);
-        memcpy(out->bytes, &group, 64);
+        if (bytes - k < 64) memset(out->bytes, 0, 64);
+        memcpy(out->bytes, (const char *)x + k, bytes - k < 64 ? bytes - k : 64);
     }
 }
 
-typedef int64_t i64x8 __attribute__((vector_size(64)));
-
-// Quarters 0 and 2 of a, then of b; or 1 and 3.
-INLINE i32x16 even_quarters(i32x16 a, i32x16 b) {
-    return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-}
-INLINE i32x16 odd_quarters(i32x16 a, i32x16 b) {
-    return SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-}
-
-// `bytes` of each of `rows` rows -> a group of a tile: lane r of its vector j is number j, of four bytes, of row r.
-// First the 4 x 4 numbers in each quarter of four vectors change places, then the quarters.
-INLINE void make_group(char *group, const char *w, size_t row_bytes, int rows, size_t bytes) {
-    i32x16 in[LANES], a[LANES], out[LANES];
+// LANES vectors become LANES others: lane i of vector j is lane j of vector i. First the 4 x 4 numbers in each quarter
+// (of 16 bytes) of four vectors change places, then the quarters: quarter q of a[4 i + k] goes to vector 4 q + k, place
+// i.
+INLINE void transpose(vi *v) {
+    const vi quarter = lane_index & ~3, odd = lane_index & 1, high = (lane_index & 2) >> 1;
+    const vi ones = quarter + high + odd * LANES, twos = quarter + odd + high * LANES; // low numbers, low pairs of both
+    vi a[LANES];
     for (int i = 0; i < LANES; i += 4) {
-        for (int r = i; r < i + 4; r++) in[r] = r < rows ? load_bytes(w + r * row_bytes, bytes) : (i32x16){0};
-        i64x8 pairs[4];
-        for (int k = 0; k < 2; k++) {
-            i32x16 x = in[i + 2 * k], y = in[i + 2 * k + 1];
-            pairs[k] = (i64x8)SHUFFLE(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-            pairs[k + 2] = (i64x8)SHUFFLE(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-        }
-        for (int k = 0; k < 4; k += 2) {
-            a[i + k] = (i32x16)SHUFFLE64(pairs[k], pairs[k + 1], 0, 8, 2, 10, 4, 12, 6, 14);
-            a[i + k + 1] = (i32x16)SHUFFLE64(pairs[k], pairs[k + 1], 1, 9, 3, 11, 5, 13, 7, 15);
-        }
+        vi x = v_shuffle(v[i], v[i + 1], ones), y = v_shuffle(v[i + 2], v[i + 3], ones);
+        a[i] = v_shuffle(x, y, twos), a[i + 1] = v_shuffle(x, y, twos + 2);
+        x = v_shuffle(v[i], v[i + 1], ones + 2), y = v_shuffle(v[i + 2], v[i + 3], ones + 2);
+        a[i + 2] = v_shuffle(x, y, twos), a[i + 3] = v_shuffle(x, y, twos + 2);
     }
-    for (int k = 0; k < 4; k++) { // quarter q of a[4 i + k] goes to vector 4 q + k, its quarter i
-        i32x16 x = even_quarters(a[k], a[4 + k]), y = even_quarters(a[8 + k], a[12 + k]);
-        out[k] = even_quarters(x, y), out[8 + k] = odd_quarters(x, y);
-        x = odd_quarters(a[k], a[4 + k]), y = odd_quarters(a[8 + k], a[12 + k]);
-        out[4 + k] = even_quarters(x, y), out[12 + k] = odd_quarters(x, y);
+#if defined(__AVX512F__)
+    const vi even = (lane_index & 3) + (lane_index & 4) * 2 + (lane_index & 8) / 8 * LANES; // quarters 0 and 2 of both
+    for (int k = 0; k < 4; k++) {
+        vi x = v_shuffle(a[k], a[4 + k], even), y = v_shuffle(a[8 + k], a[12 + k], even);
+        v[k] = v_shuffle(x, y, even), v[8 + k] = v_shuffle(x, y, even + 4);
+        x = v_shuffle(a[k], a[4 + k], even + 4), y = v_shuffle(a[8 + k], a[12 + k], even + 4);
+        v[4 + k] = v_shuffle(x, y, even), v[12 + k] = v_shuffle(x, y, even + 4);
     }
-    for (int j = 0; j < LANES; j++) memcpy(group + 64 * j, &out[j], 64);
+#elif defined(__AVX2__)
+    const vi first = lane_index + (lane_index & 4) / 4 * (LANES - 4); // quarter 0 of both
+    for (int k = 0; k < 4; k++)
+        v[k] = v_shuffle(a[k], a[4 + k], first), v[4 + k] = v_shuffle(a[k], a[4 + k], first + 4);
+#else
+    memcpy(v, a, sizeof a);
+#endif
+}
+
+// 64 bytes of each of 16 rows -> a group of a tile: lane r of its vector j is number j, of four bytes, of row r.
+INLINE void make_group(char *group, const char *w, size_t row_bytes) {
+    for (int r = 0; r < Q_ROWS; r += LANES)
+        for (int j = 0; j < 16; j += LANES) {
+            vi v[LANES];
+            for (int i = 0; i < LANES; i++) v[i] = load_vector(w + (r + i) * row_bytes + 4 * j);
+            transpose(v);
+            for (int i = 0; i < LANES; i++) memcpy(group + 64 * (j + i) + 4 * r, &v[i], sizeof v[i]);
+        }
 }
 
 // `bytes` of each of `rows` rows -> groups of a tile. The same bytes of the rows `ahead` are asked for.
 static void make_tile(char *tile, const char *w, size_t row_bytes, int rows, size_t bytes, size_t ahead) {
     for (size_t k = 0; k < bytes; k += 64, w += 64, tile += TILE_GROUP) {
-        if (rows < LANES || bytes - k < 64)
-            make_group(tile, w, row_bytes, rows, bytes - k < 64 ? bytes - k : 64);
-        else {
-            for (int r = 0; r < LANES; r++) __builtin_prefetch(w + r * row_bytes + ahead);
-            make_group(tile, w, row_bytes, LANES, 64);
+        if (rows < Q_ROWS || bytes - k < 64) { // at the edges, filled up with zeros
+            char part[Q_ROWS][64] = {0};
+            for (int r = 0; r < rows; r++) memcpy(part[r], w + r * row_bytes, bytes - k < 64 ? bytes - k : 64);
+            make_group(tile, part[0], 64);
+        } else {
+            for (int r = 0; r < Q_ROWS; r++) __builtin_prefetch(w + r * row_bytes + ahead);
+            make_group(tile, w, row_bytes);
         }
     }
 }
 
 // sum + the products of four bytes in each lane: w's and the four at x. Of bf16 the second number comes first, as the
 // instruction has it.
-INLINE i32x16 dot_step(Dtype type, i32x16 sum, i32x16 w, const int8_t *x) {
+INLINE vi dot_step(Dtype type, vi sum, vi w, const int8_t *x) {
     int32_t four;
     memcpy(&four, x, 4);
-    i32x16 v = (i32x16){0} + four;
-    if (type == F32) return (i32x16)v_fma((f32x16)v, (f32x16)w, (f32x16)sum);
+    vi v = (vi){0} + four;
+    if (type == F32) return (vi)v_fma((vf)v, (vf)w, (vf)sum);
     if (type == BF16) {
 #if defined(__AVX512BF16__)
-        return (i32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)v, (__m512bh)w);
+        return (vi)_mm512_dpbf16_ps((__m512)sum, (__m512bh)v, (__m512bh)w);
 #else
-        const i32x16 upper = (i32x16){0} + (int32_t)0xffff0000;
-        f32x16 s = v_fma((f32x16)(v & upper), (f32x16)(w & upper), (f32x16)sum);
-        return (i32x16)v_fma((f32x16)(v << 16), (f32x16)(w << 16), s);
+        const vi upper = (vi){0} + (int32_t)0xffff0000;
+        vf s = v_fma((vf)(v & upper), (vf)(w & upper), (vf)sum);
+        return (vi)v_fma((vf)(v << 16), (vf)(w << 16), s);
 #endif
     }
 #if defined(__AVX512VNNI__)
-    return (i32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)v);
+    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)v);
 #elif defined(__AVX2__) // even and odd bytes as 16-bit numbers: their products and the sum of two fit 32 bits
-    union {
-        i32x16 v;
-        __m256i h[2];
-    } a = {sum}, b = {w};
-    __m256i odd = _mm256_srai_epi16(_mm256_set1_epi32(four), 8);
-    __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_set1_epi32(four), 8), 8);
-    for (int i = 0; i < 2; i++) {
-        __m256i w_even = _mm256_and_si256(b.h[i], _mm256_set1_epi16(255)), w_odd = _mm256_srli_epi16(b.h[i], 8);
-        a.h[i] = _mm256_add_epi32(a.h[i], _mm256_madd_epi16(w_even, even));
-        a.h[i] = _mm256_add_epi32(a.h[i], _mm256_madd_epi16(w_odd, odd));
-    }
-    return a.v;
+    __m256i x_odd = _mm256_srai_epi16((__m256i)v, 8), x_even = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)v, 8), 8);
+    __m256i w_odd = _mm256_srli_epi16((__m256i)w, 8), w_even = _mm256_and_si256((__m256i)w, _mm256_set1_epi16(255));
+    __m256i even = _mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(w_even, x_even));
+    return (vi)_mm256_add_epi32(even, _mm256_madd_epi16(w_odd, x_odd));
 #else                   // NEON has vusdotq_s32 for this
-    for (int i = 0; i < 4; i++) sum += (i32x16)((u32x16)w >> 8 * i & 255) * x[i];
+    for (int i = 0; i < 4; i++) sum += (vi)((vu)w >> 8 * i & 255) * x[i];
     return sum;
 #endif
 }
 
-// Vector j of a group.
-INLINE i32x16 tile_vector(Dtype type, const char *group, int j) {
-    if (type != Q4) return load_bytes(group + 64 * j, 64);
-    i32x16 both = load_bytes(group + 64 * (j / 2), 64);
+// Part `part` of vector j of a group.
+INLINE vi tile_vector(Dtype type, const char *group, int j, int part) {
+    if (type != Q4) return load_vector(group + 64 * j + part * sizeof(vi));
+    vi both = load_vector(group + 64 * (j / 2) + part * sizeof(vi));
     return (j % 2 ? both >> 4 : both) & 0x0f0f0f0f;
 }
 
 // A group's sums, added to the outputs.
-INLINE f32x16 add_group(Dtype type, f32x16 sum, i32x16 dots, f32x16 scale, float x_scale) {
-    if (type < Q8) return sum + (f32x16)dots;
-    return v_fma(__builtin_convertvector(dots, f32x16), scale * x_scale, sum);
+INLINE vf add_group(Dtype type, vf sum, vi dots, vf scale, float x_scale) {
+    if (type < Q8) return sum + (vf)dots;
+    return v_fma(__builtin_convertvector(dots, vf), scale * x_scale, sum);
 }
 
 // n groups of `tiles` tiles (their first groups at w, their scales at `scales`, both `stride` apart) times `rows` rows
 // of x, added to sums (rows, QN, 16).
 INLINE void linear_tile(Dtype type, const char *w, const char *scales, size_t stride, const XGroup *x, int x_stride,
                         float *sums, int n, int rows, int tiles) {
-    f32x16 sum[QM][QN], scale[QN] = {0};
+    vf sum[QM][QV], scale[QV] = {0};
+    int vectors = tiles * PARTS; // vector i is part i % PARTS of tile i / PARTS
     for (int r = 0; r < rows; r++)
-        for (int i = 0; i < tiles; i++) sum[r][i] = v_load(sums + (r * QN + i) * Q_ROWS);
+        for (int i = 0; i < vectors; i++) sum[r][i] = v_load(sums + (r * QV + i) * LANES);
     for (; n > 0; n--, x++, w += tile_group_bytes(type), scales += Q_ROWS * 2) {
-        i32x16 dots[QM][QN];
+        vi dots[QM][QV];
         for (int r = 0; r < rows; r++)
-            for (int i = 0; i < tiles; i++) dots[r][i] = (i32x16){0} + (type >= Q8 ? x[(size_t)r * x_stride].start : 0);
+            for (int i = 0; i < vectors; i++) dots[r][i] = (vi){0} + (type >= Q8 ? x[(size_t)r * x_stride].start : 0);
 #pragma GCC unroll 16
         for (int j = 0; j < 16; j++) {
-            i32x16 v[QN];
-            for (int i = 0; i < tiles; i++) v[i] = tile_vector(type, w + i * stride, j);
+            vi v[QV];
+            for (int i = 0; i < vectors; i++) v[i] = tile_vector(type, w + i / PARTS * stride, j, i % PARTS);
             for (int r = 0; r < rows; r++)
-                for (int i = 0; i < tiles; i++)
+                for (int i = 0; i < vectors; i++)
                     dots[r][i] = dot_step(type, dots[r][i], v[i], x[(size_t)r * x_stride].bytes + 4 * j);
         }
-        for (int i = 0; type >= Q8 && i < tiles; i++) scale[i] = v_load_f16((const uint16_t *)(scales + i * stride));
+        for (int i = 0; type >= Q8 && i < vectors; i++)
+            scale[i] = v_load_f16((const uint16_t *)(scales + i / PARTS * stride) + i % PARTS * LANES);
         for (int r = 0; r < rows; r++)
-            for (int i = 0; i < tiles; i++)
+            for (int i = 0; i < vectors; i++)
                 sum[r][i] = add_group(type, sum[r][i], dots[r][i], scale[i], x[(size_t)r * x_stride].scale);
     }
     for (int r = 0; r < rows; r++)
-        for (int i = 0; i < tiles; i++) v_store(sums + (r * QN + i) * Q_ROWS, sum[r][i]);
+        for (int i = 0; i < vectors; i++) v_store(sums + (r * QV + i) * LANES, sum[r][i]);
 }
 
 // All T rows, QM at a time; a remainder of 4 is 2 and 2.
@@ -518,8 +528,8 @@ INLINE void linear_slice(Dtype type, const char *w, const char *scales, size_t s
     }
 }
 
-// 16 sums -> row t of out, columns n on, `count` of them.
-INLINE void linear_result(const Linear *a, f32x16 y, int t, int n, int count) {
+// LANES sums -> row t of out, columns n on, `count` of them.
+INLINE void linear_result(const Linear *a, vf y, int t, int n, int count) {
     size_t o = (size_t)t * a->N + n;
     float part[LANES];
     for (int i = 0; count < LANES && i < LANES; i++) part[i] = a->bias && i < count ? a->bias[n + i] : 0;
@@ -663,18 +673,18 @@ static void cpu_kv_store(void *kv, size_t block_bytes, Dtype type, const void *k
 // products like linear's, of turned keys, and never leave the registers; weights stay f32, and so do values where they
 // are weighted. Chunks begin at fixed key positions, so a row adds in the same order whatever else is in the tile.
 
-enum { QT = 64, D_MAX = 256, CHUNK = 64, BLOCKS = CHUNK / LANES };
+enum { QT = 64, D_MAX = 256, CHUNK = 64, BLOCKS = CHUNK / KV_BLOCK, KEYS = CHUNK / LANES }; // KEYS: vectors of keys
 #if defined(__AVX512F__)
-enum { ROWS = 4 }; // of a tile go together, to share each load of keys and values
+enum { ROWS = 4, MIX = 4 }; // rows of a tile go together, to share each load of keys and of MIX vectors of values
 #else
-enum { ROWS = 1 };
+enum { ROWS = 1, MIX = 8 };
 #endif
-static_assert((int)KV_BLOCK == (int)LANES, "a block of the cache is one vector of keys");
+static_assert((int)KV_BLOCK == (int)Q_ROWS, "a block of the cache is turned like a tile");
 
 typedef struct Tile {
     float acc[QT * D_MAX];       // (rows, Dp)
     float values[CHUNK * D_MAX]; // (CHUNK, Dp)
-    f32x16 l[QT];                // in lanes: added up at the end
+    vf l[QT];                    // in lanes: added up at the end
     float m[QT];
     int lo[QT], hi[QT]; // keys that each row may see
     const char *q[QT];
@@ -686,7 +696,7 @@ typedef struct Tile {
 static void tile_begin(Tile *t, int rows, int D) {
     t->rows = rows, t->D = D, t->Dp = (D + LANES - 1) / LANES * LANES;
     t->scale = 1.0f / sqrtf((float)D);
-    for (int r = 0; r < rows; r++) t->m[r] = -INFINITY, t->l[r] = (f32x16){0};
+    for (int r = 0; r < rows; r++) t->m[r] = -INFINITY, t->l[r] = (vf){0};
     memset(t->acc, 0, (size_t)rows * t->Dp * sizeof(float));
 }
 
@@ -695,33 +705,32 @@ INLINE void tile_query(Tile *t, int row, const void *q, int lo, int hi) {
 }
 
 // The scores of the chunk's keys for `n` rows.
-INLINE void tile_scores(const Tile *t, Dtype type, int row, int n, f32x16 scores[ROWS][BLOCKS]) {
-    i32x16 s[ROWS][BLOCKS] = {0};
+INLINE void tile_scores(const Tile *t, Dtype type, int row, int n, vf scores[ROWS][KEYS]) {
+    vi s[ROWS][KEYS] = {0};
     size_t bytes = t->D * width(type);
 #pragma GCC unroll 4
     for (size_t u = 0; u < bytes; u += 4) {
-        i32x16 key[BLOCKS];
-        for (int b = 0; b < BLOCKS; b++) key[b] = load_bytes(t->keys[b] + u * LANES, 64);
+        vi key[KEYS];
+        for (int b = 0; b < KEYS; b++) key[b] = load_vector(t->keys[b / PARTS] + u * KV_BLOCK + b % PARTS * sizeof(vi));
         for (int r = 0; r < n; r++)
-            for (int b = 0; b < BLOCKS; b++)
-                s[r][b] = dot_step(type, s[r][b], key[b], (const int8_t *)t->q[row + r] + u);
+            for (int b = 0; b < KEYS; b++) s[r][b] = dot_step(type, s[r][b], key[b], (const int8_t *)t->q[row + r] + u);
     }
     for (int r = 0; r < n; r++)
-        for (int b = 0; b < BLOCKS; b++) scores[r][b] = (f32x16)s[r][b] * t->scale;
+        for (int b = 0; b < KEYS; b++) scores[r][b] = (vf)s[r][b] * t->scale;
 }
 
 // acc = acc * shrink + p values, `vectors` at a time, for the first `keys` of the chunk: the others' weights are 0.
 INLINE void tile_mix(Tile *t, int row, int n, int d, int vectors, const float (*p)[CHUNK], const float *shrink,
                      int keys) {
-    f32x16 acc[ROWS][5];
+    vf acc[ROWS][MIX + 1];
     float *to = t->acc + (size_t)row * t->Dp + d;
     for (int r = 0; r < n; r++)
         for (int i = 0; i < vectors; i++) acc[r][i] = v_load(to + r * t->Dp + i * LANES) * shrink[r];
     for (int j = 0; j < keys; j++) {
-        f32x16 weight[ROWS];
+        vf weight[ROWS];
         for (int r = 0; r < n; r++) weight[r] = v_set(p[r][j]);
         for (int i = 0; i < vectors; i++) {
-            f32x16 value = v_load(t->values + (size_t)j * t->Dp + d + i * LANES);
+            vf value = v_load(t->values + (size_t)j * t->Dp + d + i * LANES);
             for (int r = 0; r < n; r++) acc[r][i] = v_fma(weight[r], value, acc[r][i]);
         }
     }
@@ -731,19 +740,19 @@ INLINE void tile_mix(Tile *t, int row, int n, int d, int vectors, const float (*
 
 // A row's scores -> weights p and what its sums shrink by. A masked key has weight exactly 0, and its value is finite,
 // so it adds nothing.
-INLINE float tile_weights(Tile *t, int row, int first, f32x16 s[BLOCKS], float *p) {
-    f32x16 most = v_set(t->m[row]);
+INLINE float tile_weights(Tile *t, int row, int first, vf s[KEYS], float *p) {
+    vf most = v_set(t->m[row]);
     bool whole = t->lo[row] <= first && t->hi[row] >= first + CHUNK;
-    for (int b = 0; b < BLOCKS; b++) {
-        i32x16 key = lane_index + (first + b * LANES);
+    for (int b = 0; b < KEYS; b++) {
+        vi key = lane_index + (first + b * LANES);
         if (!whole) s[b] = v_select((key >= t->lo[row]) & (key < t->hi[row]), s[b], v_set(-INFINITY));
         most = v_max(most, s[b]);
     }
     float before = t->m[row], m = v_max_lane(most), shrink = 1; // v_exp(0) is exactly 1
     if (m != before) shrink = v_exp(v_set(before - m))[0];
-    f32x16 l = t->l[row] * shrink;
-    for (int b = 0; b < BLOCKS; b++) {
-        f32x16 weights = v_exp(s[b] - m);
+    vf l = t->l[row] * shrink;
+    for (int b = 0; b < KEYS; b++) {
+        vf weights = v_exp(s[b] - m);
         v_store(p + b * LANES, weights);
         l += weights;
     }
@@ -753,13 +762,14 @@ INLINE float tile_weights(Tile *t, int row, int first, f32x16 s[BLOCKS], float *
 
 // Let `n` rows see the chunk, which begins at position `first` and has `keys` keys.
 INLINE void tile_rows(Tile *t, Dtype type, int row, int n, int first, int keys) {
-    f32x16 scores[ROWS][BLOCKS];
+    vf scores[ROWS][KEYS];
     float p[ROWS][CHUNK], shrink[ROWS];
     tile_scores(t, type, row, n, scores);
     for (int r = 0; r < n; r++) shrink[r] = tile_weights(t, row + r, first, scores[r], p[r]);
     int d = 0;
-    if (t->Dp == 5 * LANES) tile_mix(t, row, n, 0, 5, p, shrink, keys), d = t->Dp; // the vision tower's 80
-    for (; d + 4 * LANES <= t->Dp; d += 4 * LANES) tile_mix(t, row, n, d, 4, p, shrink, keys);
+    if ((int)MIX == 4 && t->Dp == 5 * LANES) // the vision tower's 80
+        tile_mix(t, row, n, 0, 5, p, shrink, keys), d = t->Dp;
+    for (; d + MIX * LANES <= t->Dp; d += MIX * LANES) tile_mix(t, row, n, d, MIX, p, shrink, keys);
     for (; d < t->Dp; d += LANES) tile_mix(t, row, n, d, 1, p, shrink, keys);
 }
 
@@ -773,7 +783,7 @@ INLINE void tile_chunk(Tile *t, Dtype type, int first, int keys) {
         while (seeing < ROWS && r + seeing < t->rows && tile_row_sees(t, r + seeing, first)) seeing++;
         if (seeing == ROWS)
             tile_rows(t, type, r, ROWS, first, keys), r += ROWS;
-        else if (seeing >= 2)
+        else if ((int)ROWS > 2 && seeing >= 2)
             tile_rows(t, type, r, 2, first, keys), r += 2;
         else if (seeing)
             tile_rows(t, type, r, 1, first, keys), r++;
@@ -898,7 +908,7 @@ typedef struct Segments { // the arguments of attention_segments, for the tiles
 // Rows from .. to of head h, in the segment of rows begin .. end.
 INLINE void segment_tile(const Segments *a, Dtype type, int begin, int end, int from, int to, int h) {
     Tile t;
-    char made[BLOCKS][D_MAX * 4 * LANES] __attribute__((aligned(64)));
+    char made[BLOCKS][D_MAX * 4 * KV_BLOCK] __attribute__((aligned(64)));
     size_t D = a->D, across = (size_t)a->H * D, stride = 3 * across, e = width(type);
     tile_begin(&t, to - from, a->D);
     for (int r = from; r < to; r++) tile_query(&t, r - from, at(a->qkv, type, r * stride + h * D), 0, end - begin);
@@ -906,8 +916,8 @@ INLINE void segment_tile(const Segments *a, Dtype type, int begin, int end, int 
         int n = end - s < CHUNK ? end - s : CHUNK;
         const char *keys = at(a->qkv, type, s * stride + across + h * D);
         for (int b = 0; b < BLOCKS; b++) {
-            int here = n - b * LANES < LANES ? n - b * LANES : LANES;
-            if (here > 0) make_tile(made[b], keys + b * LANES * stride * e, stride * e, here, D * e, 0);
+            int here = n - b * KV_BLOCK < KV_BLOCK ? n - b * KV_BLOCK : KV_BLOCK;
+            if (here > 0) make_tile(made[b], keys + b * KV_BLOCK * stride * e, stride * e, here, D * e, 0);
             t.keys[b] = made[here > 0 ? b : 0];
         }
         tile_values(&t, 0, at(a->qkv, type, s * stride + 2 * across + h * D), type, stride, n);
@@ -941,14 +951,14 @@ static void cpu_attention_segments(void *out, Dtype type, const void *qkv, const
 // ---------------------------------------------------------------------------------------------
 // glu, gelu
 
-INLINE f32x16 v_glu(f32x16 gate, f32x16 up) { return gate / (v_exp(-gate) + 1.0f) * up; }
+INLINE vf v_glu(vf gate, vf up) { return gate / (v_exp(-gate) + 1.0f) * up; }
 
 INLINE void glu_row(void *out, const void *gate_up, Dtype type, int F) {
     int f = 0;
     for (; f + LANES <= F; f += LANES) v_put(out, type, f, v_glu(v_get(gate_up, type, f), v_get(gate_up, type, F + f)));
-    f32x16 gate = {0}, up = {0};
+    vf gate = {0}, up = {0};
     for (int i = 0; f + i < F; i++) gate[i] = get(gate_up, type, f + i), up[i] = get(gate_up, type, F + f + i);
-    f32x16 y = v_glu(gate, up);
+    vf y = v_glu(gate, up);
     for (int i = 0; f + i < F; i++) put(out, type, f + i, y[i]);
 }
 
@@ -975,15 +985,15 @@ static void cpu_gelu(void *x, Dtype type, size_t n) {
 // ---------------------------------------------------------------------------------------------
 // sample
 
-INLINE f32x16 load_or(const float *p, int n, float other) {
+INLINE vf load_or(const float *p, int n, float other) {
     if (n >= LANES) return v_load(p);
-    f32x16 v = v_set(other);
+    vf v = v_set(other);
     for (int i = 0; i < n; i++) v[i] = p[i];
     return v;
 }
 
 static float row_max(const float *x, int V) {
-    f32x16 m = v_set(-INFINITY);
+    vf m = v_set(-INFINITY);
     for (int i = 0; i < V; i += LANES) m = v_max(m, load_or(x + i, V - i, -INFINITY));
     return v_max_lane(m);
 }
@@ -997,10 +1007,10 @@ static int row_argmax(const float *x, int V) {
 
 // Sum of the entries that are at least `floor`.
 static float sum_from(const float *x, int V, float floor) {
-    f32x16 sum = {0};
+    vf sum = {0};
     for (int i = 0; i < V; i += LANES) {
-        f32x16 v = load_or(x + i, V - i, -1);
-        sum += v_select(v >= floor, v, (f32x16){0});
+        vf v = load_or(x + i, V - i, -1);
+        sum += v_select(v >= floor, v, (vf){0});
     }
     return v_sum(sum);
 }
@@ -1064,7 +1074,7 @@ static int draw(float *x, int V, const SampleRow *row) {
     const Sampling *how = &row->how;
     float max = row_max(x, V);
     for (int i = 0; i < V; i += LANES) {
-        f32x16 w = v_exp((load_or(x + i, V - i, -INFINITY) - max) / how->temperature);
+        vf w = v_exp((load_or(x + i, V - i, -INFINITY) - max) / how->temperature);
         for (int j = 0; j < LANES && i + j < V; j++) x[i + j] = w[j];
     }
     if (how->top_k > 0 && how->top_k < V) drop_below(x, V, bisect_floor(x, V, (float)how->top_k, true));
@@ -1083,7 +1093,7 @@ static int draw(float *x, int V, const SampleRow *row) {
 static void sample_row(Sampled *out, const float *logits, float *work, const SampleRow *row, const TokenCount *counts,
                        int V) {
     float max = row_max(logits, V);
-    f32x16 sum = {0};
+    vf sum = {0};
     for (int i = 0; i < V; i += LANES) sum += v_exp(load_or(logits + i, V - i, -INFINITY) - max);
     float log_sum = logf(v_sum(sum));
     report_logprobs(out, logits, V, max, log_sum, row->how.logprobs);
@@ -1104,7 +1114,11 @@ static void cpu_sample(Sampled *out, const float *logits, float *work, const Sam
     for (int r = 0; r < R; r++) sample_row(out + r, logits + (size_t)r * V, work + (size_t)r * V, rows + r, counts, V);
 }
 
-const Device device_cpu = {
+#ifndef DEVICE_CPU
+#define DEVICE_CPU device_cpu // built once and alone
+#endif
+
+Device DEVICE_CPU = {
     .name = "cpu",
     .unified = true,
     .quantised = true,

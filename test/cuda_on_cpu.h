@@ -494,9 +494,8 @@ static inline void *cuda_shared_memory(size_t bytes) {
 }
 
 // Blocks and threads are never at the same time here: a sum is enough.
-__attribute__((no_sanitize_thread)) static inline unsigned long long atomicAdd(unsigned long long *p,
-                                                                               unsigned long long v) {
-    unsigned long long before = *p;
+template <typename T> __attribute__((no_sanitize_thread)) static inline T atomicAdd(T *p, T v) {
+    T before = *p;
     *p = before + v;
     return before;
 }

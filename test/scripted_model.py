@@ -80,4 +80,4 @@ def make(path, scripts):
 
 def tensor(name, dtype, values):
     data = np.ascontiguousarray(values)
-    return weights_export.Tensor(name, dtype, list(data.shape), data.nbytes, lambda: iter([(data, data)]))
+    return weights_export.Tensor(name, dtype, list(data.shape), data.nbytes, data.shape, lambda: iter([(data, data)]))

@@ -161,8 +161,8 @@ class Client:
         self.count["new pictures"] += 1
 
     async def watch(self):
-        path = self.random.choice(["/memory", "/metrics", "/steps", "/health", "/v1/models"])
-        status, data = await self.ask({}, "GET", path) if path != "/flush_cache" else await self.ask({}, "POST", path)
+        method, path = self.random.choice([("GET", p) for p in ("/memory", "/metrics", "/steps", "/health", "/v1/models")] + [("POST", "/flush_cache")])
+        status, data = await self.ask({}, method, path)
         assert status == 200, short(data)
         if path == "/memory":
             check_memory(json.loads(data))

@@ -33,8 +33,14 @@ def mini(tmp_path_factory):
     return export
 
 
-def test_ops():
-    closing_line(run("test_ops"))
+@pytest.mark.parametrize("build", ["avx512", "avx2", "plain"])
+def test_ops(build):
+    """Every build of the CPU device that this processor can run."""
+    done = run("test_ops", env=os.environ | {"VLM_CPU": build})
+    if b"VLM_CPU" in done.stderr:
+        assert build != "plain"
+        pytest.skip("this processor has not got it")
+    closing_line(done)
 
 
 def test_schedules_of_the_shipped_model():

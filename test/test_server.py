@@ -221,11 +221,12 @@ def test_values_of(server, field):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("field", [f for f in FIELDS if f != "messages"])
 @pytest.mark.parametrize("value", ["NaN", "nan", "Infinity", "-Infinity", "inf", "1e999", "-1e999", "0x10", "01", "+1", ".5", "1.", "'1'"])
-def test_no_numbers_of(server, field, value):
+def test_what_is_no_number(server, value):
     """What is no JSON is no request, wherever it stands."""
-    server.post(CHAT, '{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "%s": %s}' % (field, value)).error(400)
+    for field in FIELDS:
+        if field != "messages":
+            server.post(CHAT, '{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "%s": %s}' % (field, value)).error(400)
 
 
 def test_off_is_off(server):
@@ -515,8 +516,11 @@ def stopped(pieces, stops):
 def test_stop_strings(scripted, said, name, stops):
     """Nothing of a stop string shows, nor its beginning in a stream; what only looked like one does."""
     wanted, hit = stopped(said[name], stops)
-    choice = both(scripted, user("go"), **script(scripted, name, stop=stops if len(stops) > 1 else stops[0]))
+    choice = both(scripted, user("go"), **script(scripted, name, stop=stops if len(stops) > 1 else stops[0], logprobs=True))
     assert choice["message"]["content"] == wanted and choice["finish_reason"] == "stop"
+    written = [b for b, _ in tokens_of(choice)]  # those up to the one that completes the stop string, whole
+    assert written == said[name][: len(written)] and (len(written) == len(said[name]) or hit)
+    assert b"".join(written).decode("utf-8", "replace").startswith(wanted)
     shown = ""
     for chunk in scripted.stream(user("go"), **script(scripted, name, stop=stops)):
         shown += chunk["choices"][0]["delta"].get("content") or ""
@@ -567,6 +571,22 @@ def test_several_choices_of_a_stream(server):
     assert len({json.dumps(c["message"]) for c in whole["choices"]}) > 1
 
 
+def test_streams_of_completions(server):
+    """Several prompts with several answers each, as a whole and as a stream."""
+    ask = dict(temperature=1.5, seed=5, n=2, max_tokens=9, logprobs=2)
+    whole = server.complete(["the", "a red", "x"], **ask)
+    choices, usage = joined(server.stream(["the", "a red", "x"], path=COMPLETIONS, stream_options={"include_usage": True}, **ask))
+    assert [choices[i]["text"] for i in range(6)] == [c["text"] for c in whole["choices"]]
+    assert [choices[i]["finish_reason"] for i in range(6)] == [c["finish_reason"] for c in whole["choices"]]
+    assert usage["total_tokens"] == whole["usage"]["total_tokens"]
+    merged = {i: {} for i in range(6)}
+    for chunk in server.stream(["the", "a red", "x"], path=COMPLETIONS, **ask):
+        for c in chunk["choices"]:
+            for name, values in (c["logprobs"] or {}).items():
+                merged[c["index"]].setdefault(name, []).extend(values)
+    assert [merged[i] for i in range(6)] == [c["logprobs"] for c in whole["choices"]]
+
+
 def test_headers_of_a_stream(server):
     stream = server.stream(user("hi"), max_tokens=3, temperature=0)
     assert stream.response.getheader("content-type").startswith("text/event-stream")
@@ -575,7 +595,8 @@ def test_headers_of_a_stream(server):
 
 def test_errors_of_a_stream_come_before_it(server):
     """What is known before the first token is a status, not an event."""
-    for bad in ({"temperature": 9}, {"messages": []}, {"max_tokens": 10**6}, {"messages": user(picture("data:,x"))}):
+    for bad in ({"temperature": 9}, {"messages": []}, {"max_tokens": 10**6}, {"messages": user(picture("data:,x"))}, {"stream_options": 1},
+                {"stream_options": {"include_usage": "yes"}}, {"stream_options": {"include_usage": 1}}):  # fmt: skip
         server.post(CHAT, {"messages": user("hi"), "stream": True} | bad).error(400)
 
 
@@ -740,6 +761,18 @@ def test_same_bytes_in_any_company(server):
         assert same_choice(got[0], alone), f"batch {batch}: {got[0]}"
     with Server("--max-batch-tokens", "40", "--max-seqs", "4", "--step-patches", "8", "--threads", "1") as other:
         assert same_choice(other.chat(SEE, **ask)["choices"][0], alone)
+
+
+def test_same_bytes_after_preemption():
+    """More than the KV pool holds: sequences are set back and computed again, and nobody's answer tells."""
+    with Server("--kv-blocks", "70", "--ctx", "1024", "--max-seqs", "8") as s:
+        ask = dict(temperature=0, logit_bias={str(EOS): -100}, logprobs=True, max_tokens=400)
+        alone = [s.chat(user(THREE, f"{i}?"), cache_salt=next(COLD), **ask)["choices"][0] for i in range(2)]
+        crowd = at_once([lambda i=i: s.chat(user(THREE, f"{i % 2}?"), cache_salt=next(COLD), **ask)["choices"][0] for i in range(8)])
+        for i, choice in enumerate(crowd):
+            assert same_choice(choice, alone[i % 2])
+        assert len(tokens_of(alone[0])) == 400 and s.metric("vlm_num_preemptions_total") > 0
+        s.settled()
 
 
 def test_penalties_leave_pictures_alone(server):
@@ -1052,7 +1085,7 @@ def broken_pictures():
     }.items()  # fmt: skip
 
 
-@pytest.mark.parametrize("name, data", broken_pictures(), ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize("name, data", list(broken_pictures()), ids=lambda x: x if isinstance(x, str) else "")
 def test_broken_pictures(server, name, data):
     """Fixed texts: nothing of the decoder's, no address, no path."""
     error = server.post(CHAT, {"messages": user(picture(data), "what?"), "max_tokens": 1}).error(400)

@@ -753,6 +753,22 @@ def test_a_slow_reader_gets_all(server):
     assert got.count(b'"content":"z') + got.count(b'"content": "z') > 0 and b"data: [DONE]" in got
 
 
+def test_stream_to_old_and_kept_connections(server):
+    """HTTP/1.0 knows no chunks: bytes until the end. In HTTP/1.1 the connection is kept after a stream."""
+    body = json.dumps({"messages": SEE, "stream": True, "temperature": 0}).encode()
+    with server.raw(b"POST %s HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body) as raw:
+        head, _, events = raw.rest().partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.") and b"chunked" not in head.lower()
+        assert events.startswith(b"data: {") and events.endswith(b"data: [DONE]\n\n")
+        for line in events.decode().split("\n\n")[:-2]:
+            json.loads(line[6:])
+    with server.raw() as raw:
+        for _ in range(3):
+            raw.send(request_bytes(body))
+            reply = raw.reply()
+            assert reply.status == 200 and reply.body.endswith(b"data: [DONE]\n\n")
+
+
 # ---- the log
 
 def test_log_lines_cannot_be_forged(server):
@@ -852,6 +868,8 @@ def test_the_end_waits_for_who_runs(number):
 def refused(s):
     try:
         socket.create_connection((s.host, s.port), timeout=5).close()
+        return False
+    except ConnectionResetError:  # it was in line when the socket was closed
         return False
     except ConnectionRefusedError:
         return True

@@ -1,7 +1,8 @@
-// cuda_bench: the operations of a device, timed at the shapes of Qwen2.5-VL 3B and 7B, as the rows of a Markdown table:
-// against a measured copy for what streams memory, in FLOP/s for what multiplies.
+// cuda_bench: the operations of a device one by one, timed at the shapes of Qwen2.5-VL 3B and 7B, as the rows of a
+// Markdown table. Whole stages are timed by `vlm bench`.
 //
-//   cuda_bench DEVICE [BYTES]     BYTES of memory to use (default 24 GB): weights cycle through it, past any cache
+//   cuda_bench DEVICE BYTES COPY PEAK     BYTES of memory to use: weights cycle through them, past any cache;
+//                                         COPY bytes, PEAK operations a second are the limits (cuda_peak prints them)
 #include "vlm.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,7 +18,7 @@ static const Device *const devices[] = {
 static const Device *dev;
 static char *pool, *weights; // activations; then weights
 static size_t weight_room, weight_at;
-static double copy_rate;
+static double copy_rate, peak_rate;
 
 enum { ACTIVATIONS = 1 << 30, CHUNK = 1 << 24 };
 
@@ -51,8 +52,8 @@ static double seconds(void (*run)(const void *), const void *arg) {
 }
 
 static void row(const char *what, const char *shape, double t, double bytes, double flops) {
-    printf("| %-34s | %-4s | %10.1f | %8.0f | %6.1f | %7.1f |\n", what, shape, t * 1e6, bytes / t / 1e9,
-           100 * bytes / t / copy_rate, flops / t / 1e12);
+    printf("| %-34s | %-4s | %10.1f | %8.0f | %5.1f%% | %7.1f | %5.1f%% |\n", what, shape, t * 1e6, bytes / t / 1e9,
+           100 * bytes / t / copy_rate, flops / t / 1e12, 100 * flops / t / peak_rate);
     fflush(stdout);
 }
 
@@ -72,6 +73,9 @@ static const int32_t *copy_index;
 static void run_copy(const void *n) {
     dev->gather_rows(weights, weights + weight_room / 2, copy_index, *(const int *)n, CHUNK);
 }
+
+// The shortest operation: what a launch costs when many follow each other.
+static void run_least(const void *n) { dev->gather_rows(weights, weights + CHUNK, copy_index, *(const int *)n, 16); }
 
 typedef struct Product {
     int T, N, K;
@@ -121,17 +125,11 @@ static void time_products(const Shape *s) {
         Product p[] = {
             {T[i], qkv, C, false}, {T[i], C, s->heads * 128, true}, {T[i], 2 * F, C, false}, {T[i], C, F, true}};
         const char *names[] = {"qkv", "out", "gate, up", "down"};
-        double t = 0, bytes = 0, flops = 0;
         for (int k = 0; k < 4; k++) {
-            double one = seconds(run_product, &p[k]);
             char what[64];
             snprintf(what, sizeof what, "linear %s, T=%d", names[k], T[i]);
-            row(what, s->name, one, product_bytes(&p[k]), product_flops(&p[k]));
-            t += one, bytes += product_bytes(&p[k]), flops += product_flops(&p[k]);
+            row(what, s->name, seconds(run_product, &p[k]), product_bytes(&p[k]), product_flops(&p[k]));
         }
-        char what[64];
-        snprintf(what, sizeof what, "**the layer's products, T=%d**", T[i]);
-        row(what, s->name, t, bytes, flops);
     }
     Product head = {1, s->vocab, C, false};
     row("linear head, T=1", s->name, seconds(run_product, &head), product_bytes(&head), product_flops(&head));
@@ -170,10 +168,11 @@ static void time_vision(void) {
 int main(int argc, char **argv) {
     for (size_t i = 0; argc > 1 && i < sizeof devices / sizeof *devices; i++)
         if (!strcmp(argv[1], devices[i]->name)) dev = devices[i];
-    if (!dev) return fprintf(stderr, "usage: cuda_bench DEVICE [BYTES]\n"), 2;
+    if (!dev || argc != 5) return fprintf(stderr, "usage: cuda_bench DEVICE BYTES COPY PEAK\n"), 2;
     Error err;
     if (dev->start && !dev->start(&err)) return fprintf(stderr, "vlm: %s\n", err.message), 1;
-    weight_room = (argc > 2 ? strtoull(argv[2], NULL, 0) : (size_t)24 << 30) / CHUNK / 2 * 2 * CHUNK;
+    copy_rate = atof(argv[3]), peak_rate = atof(argv[4]);
+    weight_room = strtoull(argv[2], NULL, 0) / CHUNK / 2 * 2 * CHUNK;
     pool = dev->reserve(ACTIVATIONS + weight_room + dev->scratch);
     void *staging = dev->staging ? dev->reserve_host(dev->staging) : NULL;
     if (!pool || (dev->staging && !staging) || weight_room < (size_t)2 << 30)
@@ -188,12 +187,11 @@ int main(int argc, char **argv) {
     int32_t *index = malloc((size_t)n * sizeof *index);
     for (unsigned i = 0; i < n; i++) index[i] = (int32_t)i;
     copy_index = ints(&at, index, n);
-    printf("| operation                          | size |         us |     GB/s | %% copy | TFLOP/s |\n"
-           "|---|---|---|---|---|---|\n");
-    copy_rate = 1;
-    double t = seconds(run_copy, &n);
-    copy_rate = 2.0 * n * CHUNK / t;
-    row("copy (gather_rows)", "", t, 2.0 * n * CHUNK, 0);
+    printf("| operation                          | size |         us |     GB/s | of copy | TFLOP/s | of peak |\n"
+           "|---|---|---|---|---|---|---|\n");
+    unsigned one = 1;
+    row("gather_rows, large", "", seconds(run_copy, &n), 2.0 * n * CHUNK, 0);
+    row("gather_rows of 16 bytes: a launch", "", seconds(run_least, &one), 32, 0);
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) time_products(&shapes[i]), time_attention(&shapes[i]);
     time_vision();
     dev->release(pool, ACTIVATIONS + weight_room + dev->scratch);

@@ -1,10 +1,13 @@
 """vlm.cu on the CPU (test/cuda_on_cpu.h), as `make test-cuda` builds it: its operations, the faults that the emulation
 must find, the layout of the tensor core's fragments, and the small model's text."""
+import ast
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
+import sysconfig
 
 import numpy as np
 import pytest
@@ -15,7 +18,19 @@ PLAIN, ASAN, RACES = ROOT / "build/cuda", ROOT / "build/cuda-asan", ROOT / "buil
 
 def run(program, *args, seed=0, **kw):
     env = os.environ | {"CUDA_ON_CPU_SEED": str(seed)}
-    return subprocess.run([str(program), *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, **kw)
+    return subprocess.run([str(program), *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800, **kw)
+
+
+def test_gpu_check(tmp_path):
+    """test/gpu_check.sh as far as the emulation goes, and its table of what `vlm bench` reports."""
+    done = subprocess.run(["sh", "test/gpu_check.sh", "emulated"], cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "4 passed, 0 failed", done.stdout + done.stderr
+    stages = [{"stage": "decode", "size": 1, "seconds": 0.002, "tokens_per_second": 500, "bytes_per_second": 3e12, "flops_per_second": 6e12},
+              {"stage": "vision", "size": 9999, "error": "too large"}]
+    (tmp_path / "bench.json").write_text(json.dumps({"weights": 7.5e9, "stages": stages}))
+    table = subprocess.run([sys.executable, ROOT / "test/gpu_table.py", "4e12", "6e14", "3b", tmp_path / "bench.json"], capture_output=True, text=True)
+    assert "| decode 1 | 2.00 | 500 | 3000 (75%) | 6.0 (1%) | 85% of the copy |" in table.stdout, table
+    assert "| vision 9999 | too large |" in table.stdout
 
 
 @pytest.mark.parametrize("build,seed", [(PLAIN, 0), (PLAIN, 1), (PLAIN, 2), (PLAIN, 3), (ASAN, 0), (ASAN, 1), (RACES, 0)])
@@ -76,17 +91,27 @@ def cute(shape, stride, index):
     return at
 
 
-# (thread, value) -> element, as NVIDIA's CuTe has it in mma_traits_sm80.hpp for SM80_16x8x16_F32BF16BF16F32_TN, columns of
-# A (16 x 16), B (8 x 16) and C (16 x 8) counted first: shapes and strides of the thread's modes, then of the value's.
-LAYOUTS = {
-    "A": ((4, 8), (32, 1), (2, 2, 2), (16, 8, 128), (16, 16)),
-    "B": ((4, 8), (16, 1), (2, 2), (8, 64), (8, 16)),
-    "C": ((4, 8), (32, 1), (2, 2), (16, 8), (16, 8)),
-}
+def cute_layouts():
+    """{operand: ((threads, values), their strides)} of mma.sync m16n8k16 on bf16, read from CuTe's own header: (thread, value)
+    -> element, counted by columns in A (16 x 16), B (8 x 16) and C (16 x 8)."""
+    header = pathlib.Path(sysconfig.get_paths()["purelib"], "cutlass_library/source/include/cute/atom/mma_traits_sm80.hpp")
+    text = header.read_text()
+
+    def body(name):
+        base, own = re.search(rf"struct MMA_Traits<{name}>(?:\s*:\s*MMA_Traits<(\w+)>)?\s*{{(.*?)}};", text, re.S).groups()
+        return own + (body(base) if base else "")
+
+    out = {}
+    for operand in "ABC":
+        layout = re.search(rf"using {operand}Layout\s*=\s*(.*?);", body("SM80_16x8x16_F32BF16BF16F32_TN"), re.S)[1]
+        if layout.isidentifier():
+            layout = re.search(rf"using {layout}\s*=\s*(.*?);", text, re.S)[1]
+        out[operand] = ast.literal_eval(re.sub(r"Layout|Shape|Stride|_|\s", "", layout).replace("<", "(").replace(">", ")"))
+    return out
 
 
-def places(name):
-    threads, thread_strides, values, value_strides, (rows, _) = LAYOUTS[name]
+def places(layout, rows):
+    (threads, values), (thread_strides, value_strides) = layout
     n = int(np.prod(values))
     at = np.array([[cute(threads, thread_strides, t) + cute(values, value_strides, v) for v in range(n)] for t in range(32)])
     return at % rows, at // rows
@@ -94,16 +119,16 @@ def places(name):
 
 def test_fragment_layout():
     """The emulated mma multiplies matrices that CuTe's layouts take apart: random small whole numbers, exact in bf16."""
-    rng = np.random.default_rng(7)
+    rng, layouts = np.random.default_rng(7), cute_layouts()
     for _ in range(5):
         a, b = rng.integers(-8, 9, (16, 16)).astype(np.float32), rng.integers(-8, 9, (8, 16)).astype(np.float32)
         text = []
         for name, m in (("A", a), ("B", b)):
-            upper = m[places(name)].view(np.uint32) >> 16
+            upper = m[places(layouts[name], len(m))].view(np.uint32) >> 16
             text += [f"{row[i] | row[i + 1] << 16:x}" for row in upper for i in range(0, len(row), 2)]
         done = run(PLAIN / "cuda_faults", "layout", input="\n".join(text))
         c = np.array([line.split() for line in done.stdout.splitlines()], dtype=np.float32)
-        assert np.array_equal(c, (a @ b.T)[places("C")])
+        assert np.array_equal(c, (a @ b.T)[places(layouts["C"], 16)])
 
 
 def schedules(model, n):
