@@ -1,6 +1,8 @@
 """The container recipe and the Kubernetes manifest: valid by the published schemas, and their numbers belong together."""
 import json
 import re
+import shutil
+import subprocess
 
 import kubernetes_validate
 import yaml
@@ -69,6 +71,18 @@ def test_balancer_agrees_with_the_servers_defaults():
     connections = int(re.search(r"--max-connections N .*default (\d+)", usage)[1])
     assert inter * fall + 1 < 5 and "vlm serve --drain 5" in config
     assert at_once <= queue and at_once <= connections
+
+
+def test_balancer_in_the_cluster_is_valid(tmp_path):
+    """docs/haproxy.cfg with the lines of docs/deploy.md in the place of its servers."""
+    config = (ROOT / "docs/haproxy.cfg").read_text()
+    resolvers, servers = re.search(r"\n( +resolvers cluster\n.*\n) +backend servers\n(.*)\n", (ROOT / "docs/deploy.md").read_text()).groups()
+    assert len(re.findall(r"    server vlm\d .*\n", config)) == 2
+    (tmp_path / "haproxy.cfg").write_text(re.sub(r"    server vlm\d .*\n", "", config) + servers + "\n" + resolvers)
+    haproxy = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin")
+    assert haproxy, "haproxy is missing: apt-get install haproxy"
+    done = subprocess.run([haproxy, "-c", "-f", tmp_path / "haproxy.cfg"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_container_names_every_file_that_the_build_takes():
