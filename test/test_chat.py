@@ -111,7 +111,7 @@ def test_bad_numbers_are_refused(flag):
     (["-p", "x", "--logprobs", "1"], ["--logprobs", "--json"]), (["--chat", "a", "-p", "x"], ["--chat", "-p"]),
     (["--chat", "a", "--chats", "b"], ["--chats"]), (["--chats", "a", "-i", "x"], ["-i"]),
     (["map", "--top-p", "1"], ["--top-p", "vlm map"]),
-    (["--shape", "qwen2.5-vl-3b"], ["--shape", "vlm chat"]), (["map", "--shape", "qwen2.5-vl-3b", "--type", "q8"],
+    (["--shape", "qwen2.5-vl-3b"], ["--shape", "vlm chat"]), (["map", "--shape", "qwen2.5-vl-3b", "--type", "q3"],
                                                               ["--type", "q8", "bf16"]),
     (["map", "--type", "f32"], ["--type", "--shape"]), (["map", "--shape", "qwen2.5-vl-3b", "-m", "x"],
                                                         ["--shape", "-m"]),
