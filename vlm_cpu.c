@@ -210,7 +210,9 @@ enum { PARALLEL_WORK = 1 << 16, PARALLEL_MACS = 1 << 20 };
 
 static void *cpu_reserve(size_t bytes) {
     void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    return p == MAP_FAILED ? NULL : p;
+    if (p == MAP_FAILED) return NULL;
+    madvise(p, bytes, MADV_HUGEPAGE); // where the system has large pages: fewer misses of the address cache
+    return p;
 }
 
 static void cpu_release(void *base, size_t bytes) { munmap(base, bytes); }
@@ -704,19 +706,26 @@ INLINE void tile_query(Tile *t, int row, const void *q, int lo, int hi) {
     t->lo[row] = lo, t->hi[row] = hi, t->q[row] = q;
 }
 
-// The scores of the chunk's keys for `n` rows.
+// The scores of the chunk's keys for `n` rows. In f32, the reference, as four sums over every fourth number: sharp
+// attention makes much of a rounding error.
 INLINE void tile_scores(const Tile *t, Dtype type, int row, int n, vf scores[ROWS][KEYS]) {
-    vi s[ROWS][KEYS] = {0};
-    size_t bytes = t->D * width(type);
+    size_t bytes = t->D * width(type), sums = type == F32 ? 4 : 1;
+    for (size_t first = 0; first < 4 * sums; first += 4) {
+        vi s[ROWS][KEYS] = {0};
 #pragma GCC unroll 4
-    for (size_t u = 0; u < bytes; u += 4) {
-        vi key[KEYS];
-        for (int b = 0; b < KEYS; b++) key[b] = load_vector(t->keys[b / PARTS] + u * KV_BLOCK + b % PARTS * sizeof(vi));
+        for (size_t u = first; u < bytes; u += 4 * sums) {
+            vi key[KEYS];
+            for (int b = 0; b < KEYS; b++)
+                key[b] = load_vector(t->keys[b / PARTS] + u * KV_BLOCK + b % PARTS * sizeof(vi));
+            for (int r = 0; r < n; r++)
+                for (int b = 0; b < KEYS; b++)
+                    s[r][b] = dot_step(type, s[r][b], key[b], (const int8_t *)t->q[row + r] + u);
+        }
         for (int r = 0; r < n; r++)
-            for (int b = 0; b < KEYS; b++) s[r][b] = dot_step(type, s[r][b], key[b], (const int8_t *)t->q[row + r] + u);
+            for (int b = 0; b < KEYS; b++) scores[r][b] = first ? scores[r][b] + (vf)s[r][b] : (vf)s[r][b];
     }
     for (int r = 0; r < n; r++)
-        for (int b = 0; b < KEYS; b++) scores[r][b] = (vf)s[r][b] * t->scale;
+        for (int b = 0; b < KEYS; b++) scores[r][b] *= t->scale;
 }
 
 // acc = acc * shrink + p values, `vectors` at a time, for the first `keys` of the chunk: the others' weights are 0.
@@ -992,10 +1001,15 @@ INLINE vf load_or(const float *p, int n, float other) {
     return v;
 }
 
+// Rows of logits are long: four vectors at a time, so that none waits for the one before.
 static float row_max(const float *x, int V) {
-    vf m = v_set(-INFINITY);
-    for (int i = 0; i < V; i += LANES) m = v_max(m, load_or(x + i, V - i, -INFINITY));
-    return v_max_lane(m);
+    vf m[4];
+    for (int k = 0; k < 4; k++) m[k] = v_set(-INFINITY);
+    int i = 0;
+    for (; i + 4 * LANES <= V; i += 4 * LANES)
+        for (int k = 0; k < 4; k++) m[k] = v_max(m[k], v_load(x + i + k * LANES));
+    for (; i < V; i += LANES) m[0] = v_max(m[0], load_or(x + i, V - i, -INFINITY));
+    return v_max_lane(v_max(v_max(m[0], m[1]), v_max(m[2], m[3])));
 }
 
 static int row_argmax(const float *x, int V) {
@@ -1005,14 +1019,16 @@ static int row_argmax(const float *x, int V) {
     return i;
 }
 
+INLINE vf v_from(vf v, float floor) { return v_select(v >= floor, v, (vf){0}); }
+
 // Sum of the entries that are at least `floor`.
 static float sum_from(const float *x, int V, float floor) {
-    vf sum = {0};
-    for (int i = 0; i < V; i += LANES) {
-        vf v = load_or(x + i, V - i, -1);
-        sum += v_select(v >= floor, v, (vf){0});
-    }
-    return v_sum(sum);
+    vf sum[4] = {0};
+    int i = 0;
+    for (; i + 4 * LANES <= V; i += 4 * LANES)
+        for (int k = 0; k < 4; k++) sum[k] += v_from(v_load(x + i + k * LANES), floor);
+    for (; i < V; i += LANES) sum[0] += v_from(load_or(x + i, V - i, -1), floor);
+    return v_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
 static int count_from(const float *x, int V, float floor) {
@@ -1083,7 +1099,9 @@ static int draw(float *x, int V, const SampleRow *row) {
     float best_score = -1;
     for (int i = 0; i < V; i++) {
         if (!(x[i] > 0)) continue;
-        float score = x[i] / -logf(sample_uniform(how->seed, row->step, i));
+        float u = sample_uniform(how->seed, row->step, i);
+        if ((1 - u) * best_score > x[i] * 1.0001f) continue; // -log u is at least 1 - u: it cannot win
+        float score = x[i] / -logf(u);
         if (score > best_score) best = i, best_score = score;
     }
     return best;
