@@ -1,5 +1,6 @@
 # vlm.c: `make chat` talks about a picture, `make test` runs the tests; each sets up what it needs.
-# Variables: CC, BUILD (folder of what is built), SANITIZE (e.g. address,undefined), ARGS (for chat, bench), PEER (for bench-peer), SECONDS (for fuzz).
+# Variables: CC, BUILD (folder of what is built), SANITIZE (e.g. address,undefined), ARGS (for chat, bench), PEER (for bench-peer), SECONDS (for fuzz and
+# soak), REQUESTS (for soak).
 
 CC       ?= cc
 BUILD    ?= build
@@ -44,7 +45,7 @@ FUZZ   := $(patsubst test/fuzz/%.c,build/fuzz/fuzz_%,$(wildcard test/fuzz/*.c))
 PYTEST  = VLM_BUILD=$(BUILD) $(PY) -m pytest -q
 APART  := --ignore=test/parity --ignore=test/cuda --ignore=test/test_page.py # tests with a target of their own
 
-.PHONY: all cuda test-cuda test-page chat test tests asan tsan parity fuzz bench bench-peer simulate docs setup venv \
+.PHONY: all cuda test-cuda test-page chat test tests asan tsan parity fuzz bench bench-peer simulate soak docs setup venv \
 	help clean
 .DELETE_ON_ERROR:
 
@@ -104,10 +105,12 @@ cuda: ## vlm.cu with nvcc, for all GPUs, and nothing else
 	@$(MAKE) --no-print-directory CUDA=1 $(BUILD)/cuda.o $(BUILD)/cuda_peak
 
 test: all venv ## build and run every test
+	@sh test/setup.sh haproxy curl
 	@$(MAKE) --no-print-directory tests
 	$(PYTEST) $(APART) test
 
 asan: setup venv ## the tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@sh test/setup.sh haproxy curl
 	@$(MAKE) --no-print-directory BUILD=build/asan CUDA=0 SANITIZE=address,undefined CFLAGS="-O2 -march=native" tests
 	VLM_SCHEDULES=10000 VLM_BUILD=build/asan $(PY) -m pytest -q $(APART) test
 
@@ -149,6 +152,10 @@ bench-peer: all ## the same beside llama.cpp, in turns (PEER=the folder of one b
 
 simulate: all ## the loads that kill large engines, at full scale, on the null device
 	python3 test/simulate.py
+
+soak: all venv ## image requests without end (SECONDS or REQUESTS of them), then large ones at once; ten minutes
+	VLM_BUILD=$(BUILD) $(PY) test/soak.py --log $(BUILD)/soak.jsonl $(if $(filter command,$(firstword $(origin SECONDS))),--seconds $(SECONDS)) \
+	$(if $(REQUESTS),--requests $(REQUESTS)) $(ARGS)
 
 docs: all ## rewrite what the documents quote from commands (all of it with ARGS=--all)
 	python3 docs/generate.py $(ARGS)

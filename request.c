@@ -333,9 +333,9 @@ static bool turn_calls(Script *s, Turn *t, json_t *calls, Error *err) {
     json_array_foreach(calls, i, call) {
         json_t *function = json_object_get(call, "function"), *given = json_object_get(function, "arguments");
         const char *name = json_string_value(json_object_get(function, "name"));
-        json_t *arguments = json_is_string(given)
-                                ? json_loadb(json_string_value(given), json_string_length(given), JSON_ALLOW_NUL, NULL)
-                                : json_incref(given);
+        Error why;
+        json_t *arguments = json_is_string(given) ? json_read(json_string_value(given), json_string_length(given), &why)
+                                                  : json_incref(given);
         if (json_is_string(given) && !json_string_length(given)) arguments = json_object();
         bool ok = name && json_is_object(arguments);
         json_t *object = ok ? json_pack("{s:s, s:O}", "name", name, "arguments", arguments) : NULL;
@@ -841,11 +841,11 @@ static size_t stop_pending(const Answer *a, size_t from) {
     return longest;
 }
 
-static size_t call_end(const Answer *a);
+static size_t call_end(Answer *a);
 
 // Where the answer ends, now that it has the text of one token more; SIZE_MAX: it goes on. Decided token by token, so
 // that it does not matter how many come at a time.
-static size_t answer_end(const Answer *a, size_t from) {
+static size_t answer_end(Answer *a, size_t from) {
     if (!a->how) return SIZE_MAX;
     size_t stop = stop_find(a, from);
     bool one_call = a->how->tools.choice == TOOL_NAMED || !a->how->tools.parallel;
@@ -870,12 +870,10 @@ void answer_read(Answer *a, const Tokenizer *tok, int n, bool finished) {
 
 static bool is_blank(char c) { return c == ' ' || c == '\t' || c == '\n' || c == '\r'; }
 
-// {"name": ..., "arguments": {...}} of one of the tools, as OpenAI writes it. NULL: it is none; `cut`: so far.
-static json_t *call_parse(const Answer *a, const char *text, size_t n, bool *cut) {
-    json_error_t why;
-    json_t *call = json_loadb(text, n, JSON_ALLOW_NUL, &why);
-    *cut = !call && (json_error_code(&why) == json_error_premature_end_of_input ||
-                     strstr(why.text, "unexpected newline") || strstr(why.text, "control character"));
+// {"name": ..., "arguments": {...}} of one of the tools, as OpenAI writes it. NULL: it is none.
+static json_t *call_parse(const Answer *a, const char *text, size_t n) {
+    Error why;
+    json_t *call = json_read(text, n, &why);
     const char *name = json_string_value(json_object_get(call, "name"));
     json_t *arguments = json_object_get(call, "arguments"), *out = NULL;
     bool whole = !arguments || json_is_null(arguments) || json_is_object(arguments);
@@ -900,53 +898,59 @@ static size_t call_find(const char *text, size_t at, size_t end) {
 
 static bool takes_calls(const Answer *a) { return a->how && a->how->tools.list && a->how->tools.choice != TOOL_NONE; }
 
-// The first whole call in the text up to n, as OpenAI writes it, and its end; NULL: none is whole yet, or (`broken`)
-// what ends there is none.
-static json_t *call_take(const Answer *a, size_t tag, size_t n, size_t *end, bool *broken) {
-    const char *text = a->text.data;
+// Where the call that begins at `tag` ends: at the first end tag outside of JSON's strings, which cannot be part of
+// JSON. SIZE_MAX: not in the n bytes that there are. Each byte is looked at once, however the text comes.
+static size_t call_close(CallScan *scan, const char *text, size_t tag, size_t n) {
     size_t body = tag + strlen(CALL), length = strlen(CALL_END);
-    *broken = false;
-    for (size_t from = body > a->scanned ? body : a->scanned; from < n;) {
-        const char *found = memmem(text + from, n - from, CALL_END, length);
-        if (!found) break;
-        bool cut;
-        size_t at = (size_t)(found - text);
-        json_t *call = call_parse(a, text + body, at - body, &cut);
-        *end = from = at + length;
-        *broken = !call && !cut; // cut: the tag's name is inside a string of the call
-        if (call || *broken) return call;
+    if (scan->at < body) *scan = (CallScan){.at = body};
+    for (; scan->at < n; scan->at++) {
+        char c = text[scan->at];
+        size_t left = n - scan->at;
+        if (scan->string) {
+            scan->string = c != '"' || scan->escaped;
+            scan->escaped = c == '\\' && !scan->escaped;
+        } else if (c == '"') {
+            scan->string = true;
+        } else if (!memcmp(text + scan->at, CALL_END, left < length ? left : length)) {
+            return left < length ? SIZE_MAX : scan->at + length;
+        }
     }
-    return NULL;
+    return SIZE_MAX;
+}
+
+static json_t *call_take(const Answer *a, size_t tag, size_t end) {
+    size_t body = tag + strlen(CALL);
+    return call_parse(a, a->text.data + body, end - strlen(CALL_END) - body);
 }
 
 // The end of the first call, when it is the only one wanted.
-static size_t call_end(const Answer *a) {
-    if (!takes_calls(a) || !a->text.n || a->text.data[a->text.n - 1] != '>') return SIZE_MAX;
-    bool broken;
-    size_t end = SIZE_MAX;
-    json_t *call = call_take(a, call_find(a->text.data, a->at, a->text.n), a->text.n, &end, &broken);
-    json_decref(call);
-    return call ? end : SIZE_MAX;
+static size_t call_end(Answer *a) {
+    size_t n = a->text.n;
+    while (takes_calls(a) && a->sought < n) {
+        a->sought = call_find(a->text.data, a->sought, n);
+        size_t end = n - a->sought < strlen(CALL) ? SIZE_MAX : call_close(&a->seeking, a->text.data, a->sought, n);
+        if (end == SIZE_MAX) break;
+        json_t *call = call_take(a, a->sought, end);
+        json_decref(call);
+        if (call) return end;
+        a->sought = end;
+    }
+    return SIZE_MAX;
 }
 
 static bool piece_text(Answer *a, Piece *piece, size_t end) {
     *piece = (Piece){.text = a->text.data + a->at, .n = end - a->at};
     a->at = end;
-    a->scanned = 0;
     return piece->n > 0;
 }
 
 // The call that begins at `tag`, if its end is there.
 static bool piece_call(Answer *a, Piece *piece, size_t tag) {
-    size_t end, body = tag + strlen(CALL), length = strlen(CALL_END);
-    bool broken;
-    if ((piece->call = call_take(a, tag, a->settled, &end, &broken))) {
-        a->at = end, a->scanned = 0, a->calls++;
-        return true;
-    }
-    if (broken || a->finished) return piece_text(a, piece, broken ? end : a->settled);
-    a->scanned = a->settled - body > length ? a->settled - length : body;
-    return false;
+    size_t end = call_close(&a->taking, a->text.data, tag, a->settled);
+    if (end == SIZE_MAX) return a->finished && piece_text(a, piece, a->settled);
+    if (!(piece->call = call_take(a, tag, end))) return piece_text(a, piece, end);
+    a->at = end, a->calls++;
+    return true;
 }
 
 bool answer_next(Answer *a, Piece *piece) {

@@ -136,6 +136,11 @@ uint64_t random_seed(void);
 // ---------------------------------------------------------------------------------------------
 // Answer: one request in the engine, and the text of it as it grows.
 
+typedef struct CallScan { // how far the text of a call has been looked at for its end
+    size_t at;
+    bool string, escaped; // inside a string of its JSON; behind a backslash
+} CallScan;
+
 typedef struct Answer {
     Sequence *seq;
     uint64_t seed;
@@ -146,10 +151,11 @@ typedef struct Answer {
     size_t begun;   // bytes of it that were put in the model's place
     size_t settled; // bytes of it that no stop string can take back any more
     size_t at;      // bytes of it that answer_next() has handed out
-    size_t scanned; // of a call: bytes in which its end is not
-    int calls;      // handed out
-    bool stopped;   // by a stop string, or because one call was wanted
-    bool finished;  // no more text will come
+    size_t sought;  // bytes of it in which a call that ends it does not begin
+    CallScan seeking, taking;
+    int calls;     // handed out
+    bool stopped;  // by a stop string, or because one call was wanted
+    bool finished; // no more text will come
 } Answer;
 
 static inline const int32_t *answer_ids(const Answer *a) { return a->seq->ids + a->seq->n_prompt; }

@@ -124,7 +124,7 @@ template <typename S> __device__ __forceinline__ S &shared_memory() {
 // ---------------------------------------------------------------------------------------------
 // The device's state, and launching
 
-// Scratch for 16,000 spans of 64 keys of a key head: 32 sequences of 8,000 tokens of the 3B model are split at once.
+// Scratch for 16,000 spans of 64 keys of a key head: 64 sequences of 8,000 tokens of the 3B model are split at once.
 constexpr size_t STAGING = 4 << 20, SCRATCH = 128 << 20;
 
 static struct Gpu {

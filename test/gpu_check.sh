@@ -4,19 +4,19 @@
 # Ends with one line: N passed, N failed. `test/gpu_check.sh emulated` runs what the emulation of test/cuda_on_cpu.h
 # can, so that the script itself is tested where there is no GPU.
 cd "$(dirname "$0")/.." || exit 1
-emulated=$1 passed=0 failed=0 end=$(($(date +%s) + 470))
+emulated=$1 passed=0 failed=0 slow=1
 if [ "$emulated" ]; then
-    build=build/cuda make="make -s CUDA=cpu BUILD=build/cuda" programs="vlm test_ops test_engine" tokens=3 chunks="9 40"
+    build=build/cuda make="make -s CUDA=cpu BUILD=build/cuda" programs="vlm test_ops test_engine" tokens=3 chunks="9 40" slow=20
 else
     build=build make="make -s CUDA=1 GPUS=-arch=native" programs="vlm test_ops test_engine cuda_bench cuda_peak"
     tokens=24 chunks="9 17 40 64 512"
     command -v nvidia-smi >/dev/null || { echo "test/gpu_check.sh: no nvidia-smi: this needs a GPU" >&2; exit 1; }
 fi
 mkdir -p $build
-out=$build/gpu.md log=$build/gpu.log
+out=$build/gpu.md log=$build/gpu.log end=$(($(date +%s) + 470 * slow))
 
 step() { # NAME SECONDS COMMAND...: run it, but not for longer, show the end of what it says, count it
-    name=$1 start=$(date +%s) most=$2 && shift 2
+    name=$1 start=$(date +%s) most=$(($2 * slow)) && shift 2
     [ $((start + most)) -le $end ] || most=$((end - start))
     if [ $most -le 0 ]; then echo "no time is left" >$log && false; else bounded $most "$@" >$log 2>&1; fi
     status=$?
