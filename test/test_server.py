@@ -429,6 +429,7 @@ def said():
     scripts = dict(PIECES)
     for i, (name, call) in enumerate({**CALLS, **REST}.items()):
         scripts |= {f"{name}/{cut}": cut_up(call[0], 100 * i + cut) for cut in range(3)}
+    scripts |= {"ends": [b' {"a": "'] + [b"</tool_call>"] * 800, "open ends": [b'<tool_call>{"name": "'] + [b"</tool_call>"] * 800}
     rnd = random.Random(5)
     scripts |= {f"random/{i}": cut_up("".join(rnd.choices("ab é", weights=(5, 5, 1, 1), k=rnd.randint(1, 25))), i) for i in range(40)}
     return scripts
@@ -438,7 +439,7 @@ def said():
 def scripted(said, tmp_path_factory):
     path = tmp_path_factory.mktemp("scripted") / "scripted.vlm"
     first = scripted_model.make(path, said)
-    with Server("--ctx", "1024", model=path) as s:
+    with Server("--ctx", "2048", model=path) as s:
         s.first = first
         yield s
 
@@ -641,6 +642,16 @@ def test_calls_that_are_required(scripted, cut):
         got = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in choice["message"].get("tool_calls") or []]
         assert got == REST[name][1], choice
         assert choice["finish_reason"] in ("tool_calls", "stop")
+
+
+def test_ends_of_calls_that_are_none(scripted):
+    """Hundreds of </tool_call> inside a string of a call: looking for its end takes no time worth speaking of."""
+    named = {"type": "function", "function": {"name": "look"}}
+    for name, fields in (("ends", dict(tool_choice=named)), ("open ends", dict(parallel_tool_calls=False)), ("open ends", {})):
+        start = time.monotonic()
+        choice = scripted.chat(user("go"), tools=TOOLS, **fields, **script(scripted, name, max_tokens=900))["choices"][0]
+        assert choice["message"]["content"].count("</tool_call>") == 800 and "tool_calls" not in choice["message"]
+        assert time.monotonic() - start < 10 * SLOW, (name, fields)
 
 
 def test_calls_of_the_shipped_model_are_json_or_text(server):

@@ -1,12 +1,12 @@
 """`vlm serve` and the network: what hostile and careless peers send, pictures fetched from hostile servers, files, limits,
 keys, clients that go, the end of the server. What well-formed requests get is in test_server.py."""
-import concurrent.futures, gzip, json, os, random, re, signal, socket, struct, subprocess, threading, time
+import concurrent.futures, functools, gzip, json, os, random, re, signal, socket, struct, subprocess, threading, time
 import pytest
 import server_load
 from conftest import BUILD, ROOT, run
 from server_client import (CHAT, COMPLETIONS, COUNT, MODEL, SLOW, Raw, Server, data_url, encode, joined, picture, request_bytes,
                            user)  # fmt: skip
-from test_server import ENDLESS, SEEN, THREE, at_once, noise
+from test_server import ENDLESS, SEEN, THREE, at_once, noise, tokens_of
 
 SEE = user(THREE, "what do you see?")
 PNG = (ROOT / "tiny/samples/three.png").read_bytes()
@@ -290,6 +290,60 @@ def test_body_memory():
         assert s.settled()["host"]["bodies"] == 0
 
 
+def test_slow_uploads_delay_nobody():
+    """Two bodies that may grow to all of the memory for bodies, and come at 20 KB a second, do not keep it for long."""
+    with Server("--max-body", "4M", "--body-memory", "16M", "--header-seconds", "2") as s:
+        slow, stop = [s.raw(request_bytes(b"", headers=("Transfer-Encoding: chunked",))) for _ in range(2)], threading.Event()
+
+        def drip():
+            while not stop.wait(0.2):
+                for raw in slow:
+                    raw.send(b"1000\r\n" + b" " * 4096 + b"\r\n")
+        thread = threading.Thread(target=drip)
+        thread.start()
+        with Timed(12):
+            s.post(CHAT, HI[:-1] + b', "user": "' + b"x" * 600_000 + b'"}').expect(200)
+        stop.set()
+        thread.join()
+        for raw in slow:
+            raw.close()
+        s.settled()
+
+
+def high_water(server):
+    """The most megabytes that the server has had resident."""
+    status = open(f"/proc/{server.process.pid}/status").read()
+    return int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) // 1024
+
+
+def test_long_texts_cost_little():
+    """Refused by their length, not after megabytes have become tokens."""
+    with Server() as s:
+        before, words = high_water(s), "a" * (12 << 20)
+        for path, body in ((CHAT, {"messages": user(words)}), (COUNT, {"messages": user("hi") + user("x", words)}), (COMPLETIONS, {"prompt": words}), ("/tokenize", {"prompt": words}),
+                           ("/tokenize", {"messages": user(words)}), (COMPLETIONS, {"prompt": [words]})):  # fmt: skip
+            with Timed(4):
+                s.post(path, body).error(400, param="messages" if "messages" in body else "prompt")
+        if SLOW == 1:
+            assert high_water(s) < before + 5 * 12  # the body, and the strings of its JSON while they grow
+        s.post(CHAT, HI).expect(200)
+
+
+def test_replies_cost_what_is_planned():
+    """Log-probabilities of a reply as a whole are bounded; a stream of as many is not held."""
+    with Server("--body-memory", "8M", "--max-body", "1M") as s:
+        ask = {"messages": user("hi"), **ENDLESS, "logprobs": True, "top_logprobs": 20, "n": 4}
+        s.post(CHAT, ask).error(400, "logprobs", param="logprobs")
+        before = high_water(s)
+        for reply in at_once([lambda: s.post(CHAT, ask | {"max_tokens": 100}) for _ in range(4)]):
+            assert len(tokens_of(reply.expect(200)["choices"][3])) == 100
+        if SLOW == 1:
+            assert high_water(s) < before + 8 + 30
+        stream = s.stream(user("hi"), **ENDLESS, logprobs=True, top_logprobs=20, n=4, max_tokens=150)
+        assert sum(len(c["choices"][0]["logprobs"]["content"]) for c in stream if c["choices"] and c["choices"][0]["logprobs"]) == 4 * 150
+        s.settled()
+
+
 def test_picture_memory():
     """Pictures beyond the memory for them wait, and all are served; one that can never fit is refused."""
     with Server("--picture-memory", "400K") as s:
@@ -397,6 +451,11 @@ def to(location):
     return http(b"", "302 Found", f"Location: {location}")
 
 
+@functools.cache
+def bomb():
+    return gzip.compress(bytes(50 << 20))
+
+
 class Hostile:
     """An HTTP server that answers as the path says, and remembers who came."""
 
@@ -448,7 +507,7 @@ class Hostile:
             "/endless": first(http(PNG, length="none"), forever(bytes(65536))), "/endless headers": first([b"HTTP/1.1 200 OK\r\n"], forever(b"X: y\r\n" * 1000)),
             "/endless header": first([b"HTTP/1.1 200 OK\r\nX: "], forever(b"x" * 65536)),
             "/endless chunks": first(http(b"", "200 OK", "Transfer-Encoding: chunked", length="none"), forever(b"10000\r\n" + bytes(65536) + b"\r\n")),
-            "/gzip bomb": http(gzip.compress(bytes(50 << 20)), "200 OK", "Content-Encoding: gzip"), "/gzip": http(gzip.compress(PNG), "200 OK", "Content-Encoding: gzip"),
+            "/gzip bomb": http(bomb(), "200 OK", "Content-Encoding: gzip"), "/gzip": http(gzip.compress(PNG), "200 OK", "Content-Encoding: gzip"),
             "/loop": to("/loop"), "/to file": to("file:///etc/passwd"), "/to ftp": to(f"ftp://127.0.0.1:{self.port}/x"), "/to gopher": to(f"gopher://127.0.0.1:{self.port}/1"),
             "/to data": to(data_url(PNG)), "/to dict": to(f"dict://127.0.0.1:{self.port}/x"), "/to nothing": to(""), "/to link-local": to("http://169.254.169.254/latest/"),
             "/to private": to("http://10.0.0.1/"), "/to other": to(f"http://127.0.0.2:{self.port}/ok.png"), "/to ipv6": to(f"http://[::1]:{self.port}/ok.png"),
@@ -518,6 +577,20 @@ def test_slow_fetches_delay_nobody(fetching, hostile):
         for f in slow:
             f.result().error(400)
         assert time.monotonic() - start < 8 * SLOW
+
+
+def test_slow_picture_servers_delay_no_other_pictures(fetching, hostile):
+    """Nor is there more time for more pictures of one request."""
+    silent = picture(f"http://127.0.0.1:{hostile.port}/silent")
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        start = time.monotonic()
+        slow = [pool.submit(fetching.post, CHAT, {"messages": user(*[silent] * (8 if i < 4 else 1))}) for i in range(24)]
+        time.sleep(0.3)
+        with Timed(2):
+            look(fetching, f"http://127.0.0.1:{hostile.port}/ok.png").expect(200)
+        for f in slow:
+            f.result().error(400)
+        assert time.monotonic() - start < 5 * SLOW
 
 
 def test_redirects_to_forbidden_places(fetching, hostile):
