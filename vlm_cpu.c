@@ -208,10 +208,19 @@ enum { PARALLEL_WORK = 1 << 16, PARALLEL_MACS = 1 << 20 };
 // ---------------------------------------------------------------------------------------------
 // Memory
 
-static void *cpu_reserve(size_t bytes) {
+enum { SCRATCH = 8 << 20 };
+static void *scratch; // the last SCRATCH bytes of what is reserved: the rows of the product under way
+
+static void *cpu_reserve_host(size_t bytes) {
     void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) return NULL;
     madvise(p, bytes, MADV_HUGEPAGE); // where the system has large pages: fewer misses of the address cache
+    return p;
+}
+
+static void *cpu_reserve(size_t bytes) {
+    void *p = cpu_reserve_host(bytes);
+    if (p) scratch = (char *)p + (bytes - SCRATCH) / 64 * 64;
     return p;
 }
 
@@ -325,15 +334,13 @@ typedef struct XGroup { // a group of a row of x: 64 bytes of numbers
     int32_t start; // what a sum of products with unsigned weights begins at
 } XGroup;
 
-// The rows of x of the product under way, in whole groups; of the longest rows that a model may have, one fits. It is
-// the device's, so one thread at a time computes on it.
-enum { X_GROUPS = (8 << 20) / sizeof(XGroup) };
-static XGroup x_groups[X_GROUPS];
+enum { X_GROUPS = SCRATCH / sizeof(XGroup) }; // of the longest rows that a model may have, one fits
 
 typedef struct Linear { // the arguments of linear, for the tiles
     void *out;
     const char *w;
     const float *bias;
+    XGroup *x; // rows of x, in whole groups: in the scratch
     int N, groups;
     size_t row_bytes, tile_bytes; // of w: F32 and BF16, Q8 and Q4
     Dtype out_type;
@@ -571,11 +578,11 @@ INLINE void linear_block(const Linear *a, Dtype type, int n, int t, int T) {
                           last ? left : bytes, last ? QN * Q_ROWS * a->row_bytes - first : bytes);
             }
         if (tiles == QN)
-            linear_slice(type, w, scales, stride, x_groups + g, a->groups, sums[0], count, T, QN);
+            linear_slice(type, w, scales, stride, a->x + g, a->groups, sums[0], count, T, QN);
         else
             for (int i = 0; i < tiles; i++)
-                linear_slice(type, w + i * stride, scales + (type < Q8 ? 0 : i * stride), stride, x_groups + g,
-                             a->groups, sums[0] + i * Q_ROWS, count, T, 1);
+                linear_slice(type, w + i * stride, scales + (type < Q8 ? 0 : i * stride), stride, a->x + g, a->groups,
+                             sums[0] + i * Q_ROWS, count, T, 1);
     }
     for (int i = 0; i < T; i++)
         for (int j = 0; j < outputs; j += LANES)
@@ -588,7 +595,7 @@ static void cpu_linear(void *out, Dtype out_type, const void *x, const void *w, 
     size_t e = width(type);
     int in_group = type >= Q8 ? Q_GROUP : 64 / (int)e, groups = (K + in_group - 1) / in_group;
     int step = X_GROUPS / groups < QT_ROWS ? X_GROUPS / groups : QT_ROWS;
-    Linear a = {out, w, bias, N, groups, K * e, type < Q8 ? 0 : tile_bytes(type, K), out_type, accumulate};
+    Linear a = {out, w, bias, scratch, N, groups, K * e, type < Q8 ? 0 : tile_bytes(type, K), out_type, accumulate};
     assert(step > 0);
     for (int t = 0; t < T; t += step) {
         int rows = t + step < T ? step : T - t;
@@ -596,7 +603,7 @@ static void cpu_linear(void *out, Dtype out_type, const void *x, const void *w, 
         {
 #pragma omp for schedule(static)
             for (int i = 0; i < rows; i++)
-                prepare_row(x_groups + (size_t)i * groups, type, (const char *)x + (size_t)(t + i) * K * e, K);
+                prepare_row(a.x + (size_t)i * groups, type, (const char *)x + (size_t)(t + i) * K * e, K);
 #pragma omp for schedule(static) nowait
             for (int n = 0; n < N; n += QN * Q_ROWS) switch (type) {
                 case F32: linear_block(&a, F32, n, t, rows); break;
@@ -1142,8 +1149,9 @@ Device DEVICE_CPU = {
     .unified = true,
     .quantised = true,
     .step_patches = 256,
+    .scratch = SCRATCH,
     .reserve = cpu_reserve,
-    .reserve_host = cpu_reserve,
+    .reserve_host = cpu_reserve_host,
     .release = cpu_release,
     .release_host = cpu_release,
     .upload = cpu_copy,
