@@ -1434,6 +1434,7 @@ static void cuda_sample(Sampled *out, const float *logits, float *work, const Sa
 const Device device_cuda = {
     .name = "cuda",
     .unified = false,
+    .quantised = false,
     .step_patches = 8192,
     .clock = NULL,
     .start = cuda_start,
