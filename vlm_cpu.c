@@ -325,7 +325,8 @@ typedef struct XGroup { // a group of a row of x: 64 bytes of numbers
     int32_t start; // what a sum of products with unsigned weights begins at
 } XGroup;
 
-// The rows of x of the product under way, in whole groups. Of the longest rows that a model may have, one fits.
+// The rows of x of the product under way, in whole groups; of the longest rows that a model may have, one fits. It is
+// the device's, so one thread at a time computes on it.
 enum { X_GROUPS = (8 << 20) / sizeof(XGroup) };
 static XGroup x_groups[X_GROUPS];
 
@@ -556,7 +557,7 @@ INLINE void linear_block(const Linear *a, Dtype type, int n, int t, int T) {
     int slice = type < Q8 ? MADE_SLICE : QSLICE;
     for (int g = 0; g < a->groups; g += slice) {
         int count = a->groups - g < slice ? a->groups - g : slice;
-        const char *w = made[0], *scales = NULL;
+        const char *w = made[0], *scales = w; // F32 and BF16 have none
         if (type >= Q8) {
             const char *tile = a->w + n / Q_ROWS * stride;
             w = tile + g * tile_group_bytes(type);
