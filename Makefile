@@ -34,7 +34,8 @@ CUDA_LIBS := $(if $(filter 1,$(CUDA)),$(sort $(shell $(NVCC) --dryrun -x cu /dev
 LDLIBS += $(CUDA_LIBS)
 endif
 
-# The CPU device is built for several instruction sets; vlm_cpu_pick.c takes the best that the processor has.
+# The CPU device is built for several instruction sets; vlm_cpu_pick.c takes the best that the processor has. -g1: lines, but not
+# where each inlined variable lives, which would take longer to work out than the code.
 CPUS := $(if $(filter x86_64,$(shell uname -m)),avx512 avx2 plain,plain)
 CPU_avx512 := -march=x86-64-v4 -mavx512vnni -mavx512bf16 -mprefer-vector-width=512
 CPU_avx2   := -march=x86-64-v3
@@ -64,7 +65,7 @@ $(BUILD)/%.o: %.c | $(BUILD)
 $(BUILD)/server.o: page.html
 
 $(CPUS:%=$(BUILD)/vlm_cpu_%.o): $(BUILD)/vlm_cpu_%.o: vlm_cpu.c | $(BUILD)
-	$(CC) $(CFLAGS) $(CPU_$*) -DDEVICE_CPU=device_cpu_$* -MMD -c $< -o $@
+	$(CC) $(CFLAGS) -g1 $(CPU_$*) -DDEVICE_CPU=device_cpu_$* -MMD -c $< -o $@
 
 $(BUILD)/cuda.o: vlm.cu vlm.h test/cuda_on_cpu.h | $(BUILD)
 ifeq ($(CUDA),1)
