@@ -1717,9 +1717,10 @@ static int serve_command(Settings *settings) {
 static Roofline roofline_here(void) {
     enum { N = 4096, K = 4096, T = 256 };
     Roofline r = {.name = "here", .launch = 1e-6};
-    uint16_t *w = need(calloc((size_t)N * K, 2)), *x = need(calloc((size_t)T * K, 2));
-    float *y = need(calloc((size_t)T * N, sizeof *y));
-    memset(w, 0x3c, (size_t)N * K * 2), memset(x, 0x3c, (size_t)T * K * 2);
+    size_t bytes = 2 * ((size_t)N * K + T * K) + sizeof(float) * T * N + device_cpu.scratch;
+    uint16_t *w = need(device_cpu.reserve(bytes)), *x = w + (size_t)N * K;
+    float *y = (float *)(x + (size_t)T * K);
+    memset(w, 0x3c, 2 * ((size_t)N * K + T * K));
     for (int again = 0; again < 5; again++) {
         double t0 = now_seconds();
         device_cpu.linear(y, F32, x, w, BF16, NULL, 1, N, K, false);
@@ -1728,7 +1729,7 @@ static Roofline roofline_here(void) {
         double t2 = now_seconds();
         r.bandwidth = fmax(r.bandwidth, 2.0 * N * K / (t1 - t0)), r.flops = fmax(r.flops, 2.0 * T * N * K / (t2 - t1));
     }
-    free(w), free(x), free(y);
+    device_cpu.release(w, bytes);
     r.peak_bandwidth = r.bandwidth, r.peak_flops = r.flops;
     return r;
 }

@@ -208,9 +208,20 @@ enum { PARALLEL_WORK = 1 << 16, PARALLEL_MACS = 1 << 20 };
 // ---------------------------------------------------------------------------------------------
 // Memory
 
-static void *cpu_reserve(size_t bytes) {
+enum { SCRATCH = 8 << 20 };
+static void *scratch; // the last SCRATCH bytes of what is reserved: the rows of the product under way
+
+static void *cpu_reserve_host(size_t bytes) {
     void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    return p == MAP_FAILED ? NULL : p;
+    if (p == MAP_FAILED) return NULL;
+    madvise(p, bytes, MADV_HUGEPAGE); // where the system has large pages: fewer misses of the address cache
+    return p;
+}
+
+static void *cpu_reserve(size_t bytes) {
+    void *p = cpu_reserve_host(bytes);
+    if (p) scratch = (char *)p + (bytes - SCRATCH) / 64 * 64;
+    return p;
 }
 
 static void cpu_release(void *base, size_t bytes) { munmap(base, bytes); }
@@ -323,14 +334,13 @@ typedef struct XGroup { // a group of a row of x: 64 bytes of numbers
     int32_t start; // what a sum of products with unsigned weights begins at
 } XGroup;
 
-// The rows of x of the product under way, in whole groups. Of the longest rows that a model may have, one fits.
-enum { X_GROUPS = (8 << 20) / sizeof(XGroup) };
-static XGroup x_groups[X_GROUPS];
+enum { X_GROUPS = SCRATCH / sizeof(XGroup) }; // of the longest rows that a model may have, one fits
 
 typedef struct Linear { // the arguments of linear, for the tiles
     void *out;
     const char *w;
     const float *bias;
+    XGroup *x; // rows of x, in whole groups: in the scratch
     int N, groups;
     size_t row_bytes, tile_bytes; // of w: F32 and BF16, Q8 and Q4
     Dtype out_type;
@@ -554,7 +564,7 @@ INLINE void linear_block(const Linear *a, Dtype type, int n, int t, int T) {
     int slice = type < Q8 ? MADE_SLICE : QSLICE;
     for (int g = 0; g < a->groups; g += slice) {
         int count = a->groups - g < slice ? a->groups - g : slice;
-        const char *w = made[0], *scales = NULL;
+        const char *w = made[0], *scales = w; // F32 and BF16 have none
         if (type >= Q8) {
             const char *tile = a->w + n / Q_ROWS * stride;
             w = tile + g * tile_group_bytes(type);
@@ -568,11 +578,11 @@ INLINE void linear_block(const Linear *a, Dtype type, int n, int t, int T) {
                           last ? left : bytes, last ? QN * Q_ROWS * a->row_bytes - first : bytes);
             }
         if (tiles == QN)
-            linear_slice(type, w, scales, stride, x_groups + g, a->groups, sums[0], count, T, QN);
+            linear_slice(type, w, scales, stride, a->x + g, a->groups, sums[0], count, T, QN);
         else
             for (int i = 0; i < tiles; i++)
-                linear_slice(type, w + i * stride, scales + (type < Q8 ? 0 : i * stride), stride, x_groups + g,
-                             a->groups, sums[0] + i * Q_ROWS, count, T, 1);
+                linear_slice(type, w + i * stride, scales + (type < Q8 ? 0 : i * stride), stride, a->x + g, a->groups,
+                             sums[0] + i * Q_ROWS, count, T, 1);
     }
     for (int i = 0; i < T; i++)
         for (int j = 0; j < outputs; j += LANES)
@@ -585,7 +595,7 @@ static void cpu_linear(void *out, Dtype out_type, const void *x, const void *w, 
     size_t e = width(type);
     int in_group = type >= Q8 ? Q_GROUP : 64 / (int)e, groups = (K + in_group - 1) / in_group;
     int step = X_GROUPS / groups < QT_ROWS ? X_GROUPS / groups : QT_ROWS;
-    Linear a = {out, w, bias, N, groups, K * e, type < Q8 ? 0 : tile_bytes(type, K), out_type, accumulate};
+    Linear a = {out, w, bias, scratch, N, groups, K * e, type < Q8 ? 0 : tile_bytes(type, K), out_type, accumulate};
     assert(step > 0);
     for (int t = 0; t < T; t += step) {
         int rows = t + step < T ? step : T - t;
@@ -593,7 +603,7 @@ static void cpu_linear(void *out, Dtype out_type, const void *x, const void *w, 
         {
 #pragma omp for schedule(static)
             for (int i = 0; i < rows; i++)
-                prepare_row(x_groups + (size_t)i * groups, type, (const char *)x + (size_t)(t + i) * K * e, K);
+                prepare_row(a.x + (size_t)i * groups, type, (const char *)x + (size_t)(t + i) * K * e, K);
 #pragma omp for schedule(static) nowait
             for (int n = 0; n < N; n += QN * Q_ROWS) switch (type) {
                 case F32: linear_block(&a, F32, n, t, rows); break;
@@ -704,19 +714,26 @@ INLINE void tile_query(Tile *t, int row, const void *q, int lo, int hi) {
     t->lo[row] = lo, t->hi[row] = hi, t->q[row] = q;
 }
 
-// The scores of the chunk's keys for `n` rows.
+// The scores of the chunk's keys for `n` rows. In f32, the reference, as four sums over every fourth number: sharp
+// attention makes much of a rounding error.
 INLINE void tile_scores(const Tile *t, Dtype type, int row, int n, vf scores[ROWS][KEYS]) {
-    vi s[ROWS][KEYS] = {0};
-    size_t bytes = t->D * width(type);
+    size_t bytes = t->D * width(type), sums = type == F32 ? 4 : 1;
+    for (size_t first = 0; first < 4 * sums; first += 4) {
+        vi s[ROWS][KEYS] = {0};
 #pragma GCC unroll 4
-    for (size_t u = 0; u < bytes; u += 4) {
-        vi key[KEYS];
-        for (int b = 0; b < KEYS; b++) key[b] = load_vector(t->keys[b / PARTS] + u * KV_BLOCK + b % PARTS * sizeof(vi));
+        for (size_t u = first; u < bytes; u += 4 * sums) {
+            vi key[KEYS];
+            for (int b = 0; b < KEYS; b++)
+                key[b] = load_vector(t->keys[b / PARTS] + u * KV_BLOCK + b % PARTS * sizeof(vi));
+            for (int r = 0; r < n; r++)
+                for (int b = 0; b < KEYS; b++)
+                    s[r][b] = dot_step(type, s[r][b], key[b], (const int8_t *)t->q[row + r] + u);
+        }
         for (int r = 0; r < n; r++)
-            for (int b = 0; b < KEYS; b++) s[r][b] = dot_step(type, s[r][b], key[b], (const int8_t *)t->q[row + r] + u);
+            for (int b = 0; b < KEYS; b++) scores[r][b] = first ? scores[r][b] + (vf)s[r][b] : (vf)s[r][b];
     }
     for (int r = 0; r < n; r++)
-        for (int b = 0; b < KEYS; b++) scores[r][b] = (vf)s[r][b] * t->scale;
+        for (int b = 0; b < KEYS; b++) scores[r][b] *= t->scale;
 }
 
 // acc = acc * shrink + p values, `vectors` at a time, for the first `keys` of the chunk: the others' weights are 0.
@@ -992,10 +1009,15 @@ INLINE vf load_or(const float *p, int n, float other) {
     return v;
 }
 
+// Rows of logits are long: four vectors at a time, so that none waits for the one before.
 static float row_max(const float *x, int V) {
-    vf m = v_set(-INFINITY);
-    for (int i = 0; i < V; i += LANES) m = v_max(m, load_or(x + i, V - i, -INFINITY));
-    return v_max_lane(m);
+    vf m[4];
+    for (int k = 0; k < 4; k++) m[k] = v_set(-INFINITY);
+    int i = 0;
+    for (; i + 4 * LANES <= V; i += 4 * LANES)
+        for (int k = 0; k < 4; k++) m[k] = v_max(m[k], v_load(x + i + k * LANES));
+    for (; i < V; i += LANES) m[0] = v_max(m[0], load_or(x + i, V - i, -INFINITY));
+    return v_max_lane(v_max(v_max(m[0], m[1]), v_max(m[2], m[3])));
 }
 
 static int row_argmax(const float *x, int V) {
@@ -1005,14 +1027,16 @@ static int row_argmax(const float *x, int V) {
     return i;
 }
 
+INLINE vf v_from(vf v, float floor) { return v_select(v >= floor, v, (vf){0}); }
+
 // Sum of the entries that are at least `floor`.
 static float sum_from(const float *x, int V, float floor) {
-    vf sum = {0};
-    for (int i = 0; i < V; i += LANES) {
-        vf v = load_or(x + i, V - i, -1);
-        sum += v_select(v >= floor, v, (vf){0});
-    }
-    return v_sum(sum);
+    vf sum[4] = {0};
+    int i = 0;
+    for (; i + 4 * LANES <= V; i += 4 * LANES)
+        for (int k = 0; k < 4; k++) sum[k] += v_from(v_load(x + i + k * LANES), floor);
+    for (; i < V; i += LANES) sum[0] += v_from(load_or(x + i, V - i, -1), floor);
+    return v_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
 static int count_from(const float *x, int V, float floor) {
@@ -1084,7 +1108,9 @@ static int draw(float *x, int V, const SampleRow *row) {
     float best_score = -1;
     for (int i = 0; i < V; i++) {
         if (!(x[i] > 0)) continue;
-        float score = x[i] / -logf(sample_uniform(how->seed, row->step, i));
+        float u = sample_uniform(how->seed, row->step, i);
+        if ((1 - u) * best_score > x[i] * 1.0001f) continue; // -log u is at least 1 - u: it cannot win
+        float score = x[i] / -logf(u);
         if (score > best_score) best = i, best_score = score;
     }
     return best;
@@ -1123,8 +1149,9 @@ Device DEVICE_CPU = {
     .unified = true,
     .quantised = true,
     .step_patches = 256,
+    .scratch = SCRATCH,
     .reserve = cpu_reserve,
-    .reserve_host = cpu_reserve,
+    .reserve_host = cpu_reserve_host,
     .release = cpu_release,
     .release_host = cpu_release,
     .upload = cpu_copy,

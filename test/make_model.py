@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make Qwen2.5-VL checkpoints with seeded random weights: Hugging Face folders for tests, of any size.
 
-    python test/make_model.py OUT_DIR --shape odd-a|odd-b|qwen2.5-vl-3b [--seed N] [--layout flat|nested]
+    python test/make_model.py OUT_DIR --shape odd-a|odd-b|mid|qwen2.5-vl-3b [--seed N] [--layout flat|nested]
                               [--names hub|new] [--dtype bf16|f16|f32] [--shard BYTES] [--ranks qwen.tiktoken]
 
 Scales keep activations near 1 (std 1/sqrt(fan_in)), gains are 1 +- 0.1 and biases 0.1, so that a dropped bias or
@@ -37,6 +37,10 @@ SHAPES = {
     # As small as it goes with a window layer, a full one and grouped queries: for thousands of schedules.
     "mini": dict(text=dict(hidden=32, layers=2, heads=2, kv_heads=1, ff=48, mrope=[2, 3, 3], tied=True),
                  vision=dict(hidden=32, layers=2, heads=2, ff=48, full=[1], window=56)),
+    # Between: the language model of Qwen2.5-0.5B with the vision tower of the 3B. For measuring speed.
+    "mid": dict(text=dict(hidden=896, layers=24, heads=14, kv_heads=2, ff=4864, mrope=[8, 12, 12], tied=True),
+                vision=dict(hidden=1280, layers=32, heads=16, ff=3420, full=[7, 15, 23, 31], window=112),
+                vocab=151936),
     "qwen2.5-vl-3b": dict(text=dict(hidden=2048, layers=36, heads=16, kv_heads=2, ff=11008, mrope=[16, 24, 24], tied=True),
                           vision=dict(hidden=1280, layers=32, heads=16, ff=3420, full=[7, 15, 23, 31], window=112),
                           vocab=151936),

@@ -58,8 +58,8 @@ def checkpoint(name, folder):
     return out
 
 
-def export(hf, out, kind):
-    subprocess.run([sys.executable, ROOT / "weights_export.py", hf, out, "--type", kind], check=True, capture_output=True)
+def export(hf, out, kind, *flags):
+    subprocess.run([sys.executable, ROOT / "weights_export.py", hf, out, "--type", kind, *flags], check=True, capture_output=True)
     return out
 
 
