@@ -1,11 +1,12 @@
 # vlm.c: `make chat` talks about a picture, `make test` runs the tests; each sets up what it needs.
-# Variables: CC, BUILD (folder of what is built), SANITIZE (e.g. address,undefined), ARGS (for chat, bench), PEER (for bench-peer), SECONDS (for fuzz and
+# Variables: CC, JOBS (compilers at a time), BUILD (folder of what is built), SANITIZE (e.g. address,undefined), ARGS (for chat, bench), PEER (for bench-peer), SECONDS (for fuzz and
 # soak), REQUESTS (for soak).
 
 CC       ?= cc
 BUILD    ?= build
 CFLAGS   ?= -O3 -march=native
 SECONDS  ?= 60
+JOBS     ?= $(shell nproc)
 PY       := .venv/bin/python
 LIBS     := jansson libutf8proc libcrypto libedit libmicrohttpd libcurl
 STB      := $(firstword $(wildcard /usr/include/stb /usr/local/include/stb /opt/homebrew/include/stb))
@@ -34,7 +35,8 @@ CUDA_LIBS := $(if $(filter 1,$(CUDA)),$(sort $(shell $(NVCC) --dryrun -x cu /dev
 LDLIBS += $(CUDA_LIBS)
 endif
 
-# The CPU device is built for several instruction sets; vlm_cpu_pick.c takes the best that the processor has.
+# The CPU device is built for several instruction sets; vlm_cpu_pick.c takes the best that the processor has. -g1: lines, but not
+# where each inlined variable lives, which would take longer to work out than the code.
 CPUS := $(if $(filter x86_64,$(shell uname -m)),avx512 avx2 plain,plain)
 CPU_avx512 := -march=x86-64-v4 -mavx512vnni -mavx512bf16 -mprefer-vector-width=512
 CPU_avx2   := -march=x86-64-v3
@@ -50,7 +52,7 @@ APART  := --ignore=test/parity --ignore=test/cuda --ignore=test/test_page.py # t
 .DELETE_ON_ERROR:
 
 all: setup ## build ./vlm (the default)
-	@$(MAKE) --no-print-directory vlm
+	@$(MAKE) --no-print-directory -j$(JOBS) vlm
 
 vlm: $(BUILD)/vlm
 	cp -f $< $@
@@ -64,7 +66,7 @@ $(BUILD)/%.o: %.c | $(BUILD)
 $(BUILD)/server.o: page.html
 
 $(CPUS:%=$(BUILD)/vlm_cpu_%.o): $(BUILD)/vlm_cpu_%.o: vlm_cpu.c | $(BUILD)
-	$(CC) $(CFLAGS) $(CPU_$*) -DDEVICE_CPU=device_cpu_$* -MMD -c $< -o $@
+	$(CC) $(CFLAGS) -g1 $(CPU_$*) -DDEVICE_CPU=device_cpu_$* -MMD -c $< -o $@
 
 $(BUILD)/cuda.o: vlm.cu vlm.h test/cuda_on_cpu.h | $(BUILD)
 ifeq ($(CUDA),1)
@@ -102,25 +104,25 @@ chat: all ## talk about a picture with the small model (ARGS="-i photo.jpg")
 tests: $(BUILD)/vlm $(TESTS) $(if $(filter cpu,$(CUDA)),$(BUILD)/cuda_faults)
 
 cuda: ## vlm.cu with nvcc, for all GPUs, and nothing else
-	@$(MAKE) --no-print-directory CUDA=1 $(BUILD)/cuda.o $(BUILD)/cuda_peak
+	@$(MAKE) --no-print-directory -j$(JOBS) CUDA=1 $(BUILD)/cuda.o $(BUILD)/cuda_peak
 
 test: all venv ## build and run every test
 	@sh test/setup.sh haproxy curl
-	@$(MAKE) --no-print-directory tests
+	@$(MAKE) --no-print-directory -j$(JOBS) tests
 	$(PYTEST) $(APART) test
 
 asan: setup venv ## the tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@sh test/setup.sh haproxy curl
-	@$(MAKE) --no-print-directory BUILD=build/asan CUDA=0 SANITIZE=address,undefined CFLAGS="-O2 -march=native" tests
+	@$(MAKE) --no-print-directory -j$(JOBS) BUILD=build/asan CUDA=0 SANITIZE=address,undefined CFLAGS="-O2 -march=native" tests
 	VLM_SCHEDULES=10000 VLM_BUILD=build/asan $(PY) -m pytest -q $(APART) test
 
 test-cuda: venv ## vlm.cu emulated on the CPU (operations, planted faults, the model's text), and what nvcc makes of it
 	@sh test/setup.sh g++
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps -r test/cuda-requirements.txt
 	@$(if $(NVCC),$(MAKE) --no-print-directory cuda)
-	@$(MAKE) --no-print-directory BUILD=build/cuda CUDA=cpu CFLAGS="-O2 -march=native" tests
-	@$(MAKE) --no-print-directory BUILD=build/cuda-asan CUDA=cpu SANITIZE=address,undefined CFLAGS="-O1 -march=native" tests
-	@$(MAKE) --no-print-directory BUILD=build/cuda-races CUDA=cpu RACES=1 CFLAGS="-O1 -march=native" tests
+	@$(MAKE) --no-print-directory -j$(JOBS) BUILD=build/cuda CUDA=cpu CFLAGS="-O2 -march=native" tests
+	@$(MAKE) --no-print-directory -j$(JOBS) BUILD=build/cuda-asan CUDA=cpu SANITIZE=address,undefined CFLAGS="-O1 -march=native" tests
+	@$(MAKE) --no-print-directory -j$(JOBS) BUILD=build/cuda-races CUDA=cpu RACES=1 CFLAGS="-O1 -march=native" tests
 	VLM_CUDA=1 $(PY) -m pytest -q test/cuda
 
 test-page: all venv ## the page of the server in a real browser (Chromium)
@@ -129,19 +131,19 @@ test-page: all venv ## the page of the server in a real browser (Chromium)
 
 tsan: venv ## the threads under ThreadSanitizer (clang, whose OpenMP tells the sanitizer of its barriers)
 	@sh test/setup.sh clang libclang-rt-dev libomp-dev
-	@$(MAKE) --no-print-directory BUILD=build/tsan CUDA=0 CC=clang SANITIZE=thread CFLAGS="-O1 -march=native" tests
+	@$(MAKE) --no-print-directory -j$(JOBS) BUILD=build/tsan CUDA=0 CC=clang SANITIZE=thread CFLAGS="-O1 -march=native" tests
 	TSAN_OPTIONS=ignore_noninstrumented_modules=1 VLM_SCHEDULES=250 VLM_BUILD=build/tsan $(PY) -m pytest -q test/test_programs.py test/test_server_wire.py::test_load
 
 parity: all venv ## compare every stage with Hugging Face transformers, live
 	$(PY) -m pip install -q --disable-pip-version-check -r test/parity-requirements.txt
-	@$(MAKE) --no-print-directory tests
+	@$(MAKE) --no-print-directory -j$(JOBS) tests
 	$(PYTEST) test/parity
 
 fuzz: venv ## damaged pictures, JSON and HTTP, for SECONDS each (libFuzzer, and test/fuzz_http.py)
 	@sh test/setup.sh clang libclang-rt-dev
-	@$(MAKE) --no-print-directory $(FUZZ)
+	@$(MAKE) --no-print-directory -j$(JOBS) $(FUZZ)
 	for f in $(FUZZ); do n=$${f##*_} && mkdir -p $$f.corpus && ./$$f -max_total_time=$(SECONDS) -print_final_stats=1 $$f.corpus $$(ls -d test/fuzz/corpus/$$n 2>/dev/null) || exit 1; done
-	@$(MAKE) --no-print-directory BUILD=build/asan CUDA=0 SANITIZE=address,undefined CFLAGS="-O2 -march=native" build/asan/vlm
+	@$(MAKE) --no-print-directory -j$(JOBS) BUILD=build/asan CUDA=0 SANITIZE=address,undefined CFLAGS="-O2 -march=native" build/asan/vlm
 	VLM_BUILD=build/asan $(PY) test/fuzz_http.py $(SECONDS)
 
 bench: all ## the speed of every stage, with limits (ARGS="-m model.vlm", "--profile")

@@ -949,7 +949,7 @@ static bool piece_call(Answer *a, Piece *piece, size_t tag) {
     size_t end = call_close(&a->taking, a->text.data, tag, a->settled);
     if (end == SIZE_MAX) return a->finished && piece_text(a, piece, a->settled);
     if (!(piece->call = call_take(a, tag, end))) return piece_text(a, piece, end);
-    a->at = end, a->calls++;
+    a->at = a->called = end, a->calls++;
     return true;
 }
 
@@ -959,7 +959,7 @@ bool answer_next(Answer *a, Piece *piece) {
     const char *text = a->text.data;
     size_t end = a->settled, tag = call_find(text, a->at, end), stop = tag;
     while (stop > a->at && is_blank(text[stop - 1])) stop--; // blanks before a call belong to it
-    if (tag == end && a->finished) stop = a->calls && stop == a->at ? a->at : end;
+    if (tag == end && a->finished) stop = stop == a->at && a->calls && a->at == a->called ? stop : end; // or after one
     if (stop > a->at) return piece_text(a, piece, stop);
     if (end - tag >= strlen(CALL)) return piece_call(a, piece, tag);
     return a->finished && tag < end && piece_text(a, piece, end);

@@ -153,6 +153,7 @@ typedef struct Answer {
     size_t at;      // bytes of it that answer_next() has handed out
     size_t sought;  // bytes of it in which a call that ends it does not begin
     CallScan seeking, taking;
+    size_t called; // where the latest call ends
     int calls;     // handed out
     bool stopped;  // by a stop string, or because one call was wanted
     bool finished; // no more text will come

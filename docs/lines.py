@@ -8,6 +8,7 @@ FILES = {
     "vlm.c": "the engine: model file, memory plan, vision tower, language model, KV blocks, scheduler, step",
     "vlm_null.c": "the operations as a roofline: the memory plan and simulations",
     "vlm_cpu.c": "the operations in C: the reference device",
+    "vlm_cpu_pick.c": "which of its builds, by instruction set, this processor takes",
     "vlm.cu": "the operations in CUDA",
     "image.c": "bytes of a picture -> upright RGB -> resized -> patches",
     "tokenizer.c": "text <-> ids, chat template",

@@ -398,6 +398,8 @@ CALLS = {  # what it says with tools: (text, content, [(name, arguments)])
     "two": ('<tool_call>\n{"name": "look", "arguments": {"n": 1}}\n</tool_call>\n<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>', None,
             [("look", {"n": 1}), ("ping", {})]),
     "before": ('I will look.\n<tool_call>\n{"name": "look", "arguments": {"n": 1.5}}\n</tool_call>', "I will look.", [("look", {"n": 1.5})]),
+    "after": ('<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>\nDone. \n', "Done.", [("ping", {})]),
+    "between": (' <tool_call>{"name": "ping"}</tool_call> or <tool_call>{"name": "ping"}</tool_call>  \n', "or", [("ping", {})] * 2),
     "tight": ('<tool_call>{"name":"look","arguments":{"n":-1e3}}</tool_call>', None, [("look", {"n": -1e3})]),
     "swapped": ('<tool_call>\n{"arguments": {"n": true}, "name": "look"}\n</tool_call>', None, [("look", {"n": True})]),
     "unbalanced": ('<tool_call>\n{"name": "look", "arguments": {"a": {"b": 1}\n</tool_call>', ..., []),
