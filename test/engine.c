@@ -315,8 +315,8 @@ static void test_flush(void) {
     engine_step(e);
     engine_flush(e);
     engine_map(e, &m);
-    check(m.blocks_cached == 0 && m.blocks_held > 0, "after a flush %d blocks are cached, %d held", m.blocks_cached,
-          m.blocks_held);
+    check(m.blocks_cached == 0 && (m.blocks_held > 0 || going->finish), "after a flush %d blocks are cached, %d held",
+          m.blocks_cached, m.blocks_held);
     check(drain(e, 5000) && same_answer(c, going), "a flush changes an answer");
     engine_flush(e);
     engine_map(e, &m);
