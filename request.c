@@ -1111,8 +1111,7 @@ json_t *text_logprobs_json(const Answer *a, const Tokenizer *tok, int first, int
         json_t *top = json_object();
         for (int k = 0; k < a->how->sampling.logprobs && t->top_id[k] >= 0; k++) {
             json_t *name = token_json(tok, t->top_id[k]);
-            json_object_setn_new(top, json_string_value(name), json_string_length(name),
-                                 logprob_json(t->top_logprob[k]));
+            json_object_set_new(top, json_string_value(name), logprob_json(t->top_logprob[k]));
             json_decref(name);
         }
         json_array_append_new(tokens, token_json(tok, t->id));
