@@ -37,7 +37,7 @@
 
 enum {
     SMALL_BODY = 256 << 10, // bytes of a body that every connection may have, whatever the budget
-    HEAD_MEMORY = 64 << 10, // of a connection in libmicrohttpd: its head of 32 KiB or so, and buffers
+    HEAD_MEMORY = 64 << 10, // of a connection in libmicrohttpd: its head, notes on it, and buffers
     THREAD_STACK = 1 << 20, // of a connection's thread
     LOOK_MS = 20,           // how often a thread that waits looks whether its client is still there
     FETCHES = 8,            // fetched bytes kept at a time, in units of the largest picture

@@ -14,7 +14,8 @@ BUILD = ROOT / os.environ.get("VLM_BUILD", "build")
 MODEL = os.environ.get("VLM_TEST_MODEL") or str(ROOT / "tiny" / "tiny.vlm")
 CHAT, COUNT = "/v1/chat/completions", "/v1/chat/completions/count"
 COMPLETIONS = "/v1/completions"
-SLOW = float(os.environ.get("VLM_SLOW") or (10 if "san" in BUILD.name else 1))  # how much longer things may take: sanitizers, a busy machine
+SANITIZED = "san" in BUILD.name
+SLOW = float(os.environ.get("VLM_SLOW") or (10 if SANITIZED else 4))  # limits of time are for a quiet machine, times this
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the program sets it for itself
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
