@@ -981,7 +981,7 @@ def test_a_second_signal_stops():
 
 def test_drain():
     """A balancer sees 503 on /health while requests are still taken; then the socket closes."""
-    with Server("--drain", "2" if SLOW == 1 else "5") as s:
+    with Server("--drain", "5") as s:
         s.signal()
         until(lambda: s.get("/health").status == 503, 2)
         assert s.get("/health").expect(503) == {"status": "draining"}
