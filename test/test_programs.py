@@ -1,4 +1,5 @@
 """The test programs in C: operations against double precision, schedules, and a long run of different pictures."""
+import concurrent.futures
 import os
 import subprocess
 import sys
@@ -33,6 +34,14 @@ def mini(tmp_path_factory):
     return export
 
 
+def schedules(model, n):
+    """n random schedules, in as many programs at a time as there are cores."""
+    jobs = max(1, min(os.cpu_count(), n // 50))
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        for done in pool.map(lambda i: run("test_engine", model, -(-n // jobs), int(SEED) + i, timeout=5000), range(jobs)):
+            closing_line(done)
+
+
 @pytest.mark.parametrize("build", ["avx512", "avx2", "plain"])
 def test_ops(build):
     """Every build of the CPU device that this processor can run."""
@@ -44,16 +53,16 @@ def test_ops(build):
 
 
 def test_schedules_of_the_shipped_model():
-    closing_line(run("test_engine", MODEL, max(5, SCHEDULES // 50), SEED, timeout=3000))
+    schedules(MODEL, max(5, SCHEDULES // 50))
 
 
 def test_schedules_of_the_smallest_model(mini):
-    closing_line(run("test_engine", mini("f32"), SCHEDULES, SEED, timeout=5000))
+    schedules(mini("f32"), SCHEDULES)
 
 
 @pytest.mark.parametrize("kind, vision", [("q8", "q8"), ("q4", "bf16")])
 def test_schedules_quantised(mini, kind, vision):
-    closing_line(run("test_engine", mini(kind, "--vision-type", vision), max(5, SCHEDULES // 5), SEED, timeout=5000))
+    schedules(mini(kind, "--vision-type", vision), max(5, SCHEDULES // 10))
 
 
 def test_different_pictures_leave_nothing():
