@@ -155,7 +155,8 @@ bench-peer: all ## the same beside llama.cpp, in turns (PEER=the folder of one b
 simulate: all ## the loads that kill large engines, at full scale, on the null device
 	python3 test/simulate.py
 
-soak: all venv ## image requests without end (SECONDS or REQUESTS of them), then large ones at once; ten minutes
+soak: all venv ## a crowd of clients for three minutes; image requests without end (SECONDS or REQUESTS of them), then large ones at once
+	VLM_BUILD=$(BUILD) $(PY) test/server_load.py 180
 	VLM_BUILD=$(BUILD) $(PY) test/soak.py --log $(BUILD)/soak.jsonl $(if $(filter command,$(firstword $(origin SECONDS))),--seconds $(SECONDS)) \
 	$(if $(REQUESTS),--requests $(REQUESTS)) $(ARGS)
 
