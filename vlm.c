@@ -2023,6 +2023,7 @@ static void measure_step(Engine *e) {
     int merge = e->config.image.merge;
     e->device = &device_null;
     null_measure(true);
+    e->kv = (char *)(uintptr_t)ALIGN, e->image_rows = (float *)(uintptr_t)ALIGN; // false, as the arena's addresses are
     b->T = e->options.max_batch_tokens, b->B = b->R = e->options.max_seqs;
     tower_begin(e, NULL, merge, largest_image_tokens(&e->config.image) * merge);
     while (e->tower.phase != TOWER_IDLE) tower_unit(e, NULL, NULL);
