@@ -41,9 +41,13 @@ CPUS := $(if $(filter x86_64,$(shell uname -m)),avx512 avx2 plain,plain)
 CPU_avx512 := -march=x86-64-v4 -mavx512vnni -mavx512bf16 -mprefer-vector-width=512
 CPU_avx2   := -march=x86-64-v3
 CPU_plain  := $(if $(filter avx2,$(CPUS)),-march=x86-64)
+# A fuzzer learns nothing from their branches: for it they are built without its marks, and to be fast.
+KERNELS = $(if $(findstring fuzzer,$(SANITIZE)),gcc $(filter-out -O1 -fsanitize% -fno-sanitize%,$(CFLAGS)) -O3,$(CC) $(CFLAGS))
 ENGINE := $(patsubst %,$(BUILD)/%.o,vlm $(CPUS:%=vlm_cpu_%) vlm_cpu_pick vlm_null image tokenizer) $(CUDA_OBJECTS)
-TESTS  := $(patsubst test/%.c,$(BUILD)/test_%,$(wildcard test/*.c))
+TESTS  := $(patsubst test/%.c,$(BUILD)/test_%,$(filter-out test/replay.c,$(wildcard test/*.c)))
+FUZZED := $(ENGINE) $(BUILD)/request.o $(BUILD)/fetch.o
 FUZZ   := $(patsubst test/fuzz/%.c,build/fuzz/fuzz_%,$(wildcard test/fuzz/*.c))
+REPLAY := $(patsubst test/fuzz/corpus/%,$(BUILD)/replay_%,$(wildcard test/fuzz/corpus/*))
 PYTEST  = VLM_BUILD=$(BUILD) $(PY) -m pytest -q
 APART  := --ignore=test/parity --ignore=test/cuda --ignore=test/test_page.py # tests with a target of their own
 
@@ -66,7 +70,7 @@ $(BUILD)/%.o: %.c | $(BUILD)
 $(BUILD)/server.o: page.html
 
 $(CPUS:%=$(BUILD)/vlm_cpu_%.o): $(BUILD)/vlm_cpu_%.o: vlm_cpu.c | $(BUILD)
-	$(CC) $(CFLAGS) -g1 $(CPU_$*) -DDEVICE_CPU=device_cpu_$* -MMD -c $< -o $@
+	$(KERNELS) -g1 $(CPU_$*) -DDEVICE_CPU=device_cpu_$* -MMD -c $< -o $@
 
 $(BUILD)/cuda.o: vlm.cu vlm.h test/cuda_on_cpu.h | $(BUILD)
 ifeq ($(CUDA),1)
@@ -91,17 +95,22 @@ $(BUILD)/cuda_faults: test/cuda_faults.cu test/cuda_on_cpu.h $(CUDA_OBJECTS)
 $(BUILD)/test_%: test/%.c $(ENGINE)
 	$(CC) $(CFLAGS) -MMD -MF $@.d $< $(ENGINE) -o $@ $(LDLIBS)
 
-build/fuzz/fuzz_%: test/fuzz/%.c $(wildcard *.c *.h) | build/fuzz
-	clang $(filter-out -O3,$(CFLAGS)) -O1 -fsanitize=fuzzer,address,undefined $< vlm.c vlm_cpu.c vlm_null.c image.c tokenizer.c request.c -o $@ $(LDLIBS)
+$(BUILD)/fuzz_%: test/fuzz/%.c $(FUZZED)
+	$(CC) $(CFLAGS) -fsanitize=fuzzer -MMD -MF $@.d $< $(FUZZED) -o $@ $(LDLIBS)
 
-$(BUILD) build/fuzz:
+# The same with a main() that runs the files of its corpus, for any compiler.
+$(BUILD)/replay_%: test/fuzz/%.c test/replay.c $(FUZZED)
+	$(CC) $(CFLAGS) -c test/replay.c -o $@.o
+	$(CC) $(CFLAGS) -MMD -MF $@.d $< $@.o $(FUZZED) -o $@ $(LDLIBS)
+
+$(BUILD):
 	mkdir -p $@
 -include $(wildcard $(BUILD)/*.d)
 
 chat: all ## talk about a picture with the small model (ARGS="-i photo.jpg")
 	./vlm $(ARGS)
 
-tests: $(BUILD)/vlm $(TESTS) $(if $(filter cpu,$(CUDA)),$(BUILD)/cuda_faults)
+tests: $(BUILD)/vlm $(TESTS) $(REPLAY) $(if $(filter cpu,$(CUDA)),$(BUILD)/cuda_faults)
 
 cuda: ## vlm.cu with nvcc, for all GPUs, and nothing else
 	@$(MAKE) --no-print-directory -j$(JOBS) CUDA=1 $(BUILD)/cuda.o $(BUILD)/cuda_peak
@@ -139,12 +148,11 @@ parity: all venv ## compare every stage with Hugging Face transformers, live
 	@$(MAKE) --no-print-directory -j$(JOBS) tests
 	$(PYTEST) test/parity
 
-fuzz: venv ## damaged pictures, JSON and HTTP, for SECONDS each (libFuzzer, and test/fuzz_http.py)
-	@sh test/setup.sh clang libclang-rt-dev
-	@$(MAKE) --no-print-directory -j$(JOBS) $(FUZZ)
-	for f in $(FUZZ); do n=$${f##*_} && mkdir -p $$f.corpus && ./$$f -max_total_time=$(SECONDS) -print_final_stats=1 $$f.corpus $$(ls -d test/fuzz/corpus/$$n 2>/dev/null) || exit 1; done
-	@$(MAKE) --no-print-directory -j$(JOBS) BUILD=build/asan CUDA=0 SANITIZE=address,undefined CFLAGS="-O2 -march=native" build/asan/vlm
-	VLM_BUILD=build/asan $(PY) test/fuzz_http.py $(SECONDS)
+fuzz: setup ## damaged pictures, JSON and HTTP, for SECONDS each (libFuzzer)
+	@sh test/setup.sh clang libclang-rt-dev libomp-dev
+	@$(MAKE) --no-print-directory -j$(JOBS) BUILD=build/fuzz CUDA=0 CC=clang SANITIZE=fuzzer-no-link,address,undefined CFLAGS="-O1 -march=native" $(FUZZ)
+	for f in $(FUZZ); do c=test/fuzz/corpus/$${f##*_} && mkdir -p $$f.corpus && \
+	./$$f -max_total_time=$(SECONDS) -print_final_stats=1 $$f.corpus $$(test -d $$c && echo -dict=test/fuzz/words.dict $$c) || exit 1; done
 
 bench: all ## the speed of every stage, with limits (ARGS="-m model.vlm", "--profile")
 	./vlm bench $(ARGS)

@@ -67,3 +67,11 @@ def test_schedules_quantised(mini, kind, vision):
 
 def test_different_pictures_leave_nothing():
     closing_line(run("test_engine", MODEL, "soak", os.environ.get("VLM_PICTURES", "500"), timeout=3000))
+
+
+@pytest.mark.parametrize("name", ["json", "http"])
+def test_corpus(name):
+    """What a fuzzer begins with, each input once: nothing that its function checks is wrong."""
+    files = sorted((ROOT / "test/fuzz/corpus" / name).iterdir())
+    done = run(f"replay_{name}", *files)
+    assert done.returncode == 0 and done.stdout.decode() == f"{len(files)} inputs\n", done.stderr.decode()[-3000:]
