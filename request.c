@@ -852,17 +852,24 @@ static size_t answer_end(Answer *a, size_t from) {
     return stop == SIZE_MAX && one_call ? call_end(a) : stop;
 }
 
+static void answer_cut(Answer *a, size_t from) {
+    size_t end = answer_end(a, from);
+    if (end == SIZE_MAX) return;
+    a->text.n = end;
+    a->stopped = true;
+}
+
 void answer_read(Answer *a, const Tokenizer *tok, int n, bool finished) {
     size_t from = a->settled > a->begun ? a->settled : a->begun;
     for (; a->read < n && !a->stopped; a->read++) {
         char *room = text_room(&a->text, stream_room(tok));
         a->text.n += stream_push(&a->stream, tok, answer_ids(a)[a->read], room);
-        size_t end = answer_end(a, from);
-        if (end == SIZE_MAX) continue;
-        a->text.n = end;
-        a->stopped = true;
+        answer_cut(a, from);
     }
-    if (finished && !a->stopped) a->text.n += stream_end(&a->stream, text_room(&a->text, 3));
+    if (finished && !a->stopped) { // a character of which there is a part becomes U+FFFD, and that may be a stop
+        a->text.n += stream_end(&a->stream, text_room(&a->text, 3));
+        answer_cut(a, from);
+    }
     text_add(&a->text, "", 0); // the 0 at the end
     a->finished = finished || a->stopped;
     a->settled = a->finished || !a->how ? a->text.n : a->text.n - stop_pending(a, from);
