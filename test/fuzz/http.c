@@ -197,7 +197,7 @@ static void server_open(void) {
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     Model *model = model_open("tiny/tiny.vlm", &err);
     if (!model) fprintf(stderr, "%s\n", err.message), abort();
-    model->config.image.max_source_pixels = 1 << 16;
+    model->config.image.max_source_pixels = 1 << 19;
     // so few blocks that many answers at a time do not fit
     Engine *engine =
         engine_open(model, &device_cpu, &(EngineOptions){.ctx = 480, .kv_blocks = 32, .max_seqs = 4}, &err);
