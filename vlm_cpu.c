@@ -318,8 +318,8 @@ static void cpu_rmsnorm(void *out, Dtype type, const float *x, const float *weig
 // at -128 (-8) times the sum of x's numbers. A byte of Q4 has number k in its low half and k + 4 in its high one.
 //
 // RW rows, or QN tiles, times RX rows of x have their sums in registers. The weights of that many outputs, SLICE bytes
-// or QSLICE groups of them, stay in the first-level cache while up to XROWS rows (tiles: all) pass: a step of up to
-// MAX_ROWS rows reads each weight from memory once, and one row alone streams them.
+// or QSLICE groups of them (tiles of up to WHOLE groups whole), stay in the first-level cache while up to XROWS rows
+// (tiles: all) pass: a step of up to MAX_ROWS rows reads each weight from memory once, and one row alone streams them.
 
 #if defined(__AVX512F__)
 enum { RW = 4, QN = 4, RX = 4 }; // 16 sums, 4 vectors of w and one of x in 32 registers
@@ -329,7 +329,7 @@ enum { RW = 2, QN = 1, RX = 4 }; // 8 sums, and what takes bf16 and bytes apart,
 enum { RW = 2, QN = 1, RX = 2 };
 #endif
 enum { PARTS = Q_ROWS / LANES, QV = QN * PARTS }; // registers for a vector; for those of QN tiles
-enum { BLOCK = 64, SLICE = 2048, XROWS = 64, QSLICE = 4, MAX_ROWS = 512 };
+enum { BLOCK = 64, SLICE = 2048, XROWS = 64, QSLICE = 4, WHOLE = 16, MAX_ROWS = 512 };
 
 typedef struct XGroup { // a group of a row of x: 64 bytes of numbers
     int8_t bytes[64];
@@ -405,9 +405,10 @@ INLINE vi dot_bytes(vi sum, vi w, vi x) {
 #endif
 }
 
-// Whether the weights that come next are asked for while rows of x from t on of T are at work: by the first few. For
-// one row that does little work with each weight, the processor's own foresight is the better one.
-INLINE bool asks(int t, int T) { return t < 8 && (T > 1 || LANES < 16); }
+// Whether the weights that come next are asked for while rows of x from t on of T are at work: by the first few. For a
+// lone row the processor's own foresight does better, where all rows of w are long streams and the work for each vector
+// is little.
+INLINE bool asks(Dtype type, int t, int T) { return t < 8 && (T > 1 || LANES < 16 || type == Q4); }
 
 // Lane i of the first n: the lanes of v[i], added up as v_sum does. n is a power of two, at most LANES. Each round
 // halves the vectors, and the lanes that belong together; when one is left, it meets itself.
@@ -471,7 +472,7 @@ INLINE void rows_block(const Linear *a, Dtype type, float *sums, int n, int T) {
                 for (int t = first, rows = RX; t < T && t < first + XROWS; t += rows) {
                     while (rows > T - t) rows /= 2;
                     for (int r = 0; r < rows; r++) x[r] = a->rows + (t + r) * a->x_bytes + k;
-                    size_t ahead = asks(t, T) ? RW * a->row_bytes : 0;
+                    size_t ahead = asks(type, t, T) ? RW * a->row_bytes : 0;
                     float *out = sums + t * BLOCK + i;
                     if (rows == 4)
                         rows_dot(type, w, x, bytes, ahead, out, RX);
@@ -553,21 +554,25 @@ INLINE void tiles_dot(Dtype type, const char *w, const char *scales, size_t stri
     }
 }
 
-// Outputs of BLOCK rows of w from n on, for T rows of x.
+// Outputs of BLOCK rows of w from n on, for T rows of x. A lone row goes through Q8's tiles one by one, which is the
+// order of memory. Scales are asked for a step early, since no stream of loads leads to them.
 INLINE void tiles_block(const Linear *a, Dtype type, float *sums, int n, int T) {
     size_t group = tile_group_bytes(type), stride = a->tile_bytes;
-    for (int i = 0, tiles = QN; i < BLOCK && n + i < a->N; i += tiles * Q_ROWS) {
+    int slice = T > 1 && a->n_groups > WHOLE ? QSLICE : WHOLE;
+    for (int i = 0, tiles = T == 1 && type == Q8 ? 1 : QN; i < BLOCK && n + i < a->N; i += tiles * Q_ROWS) {
         if (n + i + QN * Q_ROWS > a->N) tiles = 1;
         const char *tile = a->w + (n + i) / Q_ROWS * stride, *scales = tile + a->n_groups * group;
-        for (int g = 0; g < a->n_groups; g += QSLICE) {
-            int count = a->n_groups - g < QSLICE ? a->n_groups - g : QSLICE;
-            size_t next = g + QSLICE < a->n_groups ? QSLICE * group : QN * stride - g * group;
+        for (int j = tiles; j < 2 * tiles; j++)
+            for (int k = 0; k < a->n_groups * Q_ROWS * 2; k += 64) __builtin_prefetch(scales + j * stride + k);
+        for (int g = 0; g < a->n_groups; g += slice) {
+            int count = a->n_groups - g < slice ? a->n_groups - g : slice;
+            size_t next = g + slice < a->n_groups ? slice * group : tiles * stride - g * group;
             const char *w = tile + g * group, *s = scales + (size_t)g * Q_ROWS * 2;
             for (int t = 0, rows = RX; t < T; t += rows) {
                 const XGroup *x[RX];
                 while (rows > T - t) rows /= 2;
                 for (int r = 0; r < rows; r++) x[r] = a->groups + (size_t)(t + r) * a->n_groups + g;
-                size_t ahead = asks(t, T) ? next : 0;
+                size_t ahead = asks(type, t, T) ? next : 0;
                 float *out = sums + t * BLOCK + i;
                 if (tiles < QN)
                     for (int r = 0; r < rows; r++)
