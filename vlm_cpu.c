@@ -203,7 +203,7 @@ INLINE vf v_load_f16(const uint16_t *p) {
 }
 
 // Waking the threads costs some microseconds. Below these numbers of elements and of multiply-adds one is faster.
-enum { PARALLEL_WORK = 1 << 16, PARALLEL_MACS = 1 << 20 };
+enum { PARALLEL_WORK = 1 << 16, PARALLEL_MACS = 1 << 18 };
 
 // ---------------------------------------------------------------------------------------------
 // Memory
@@ -950,7 +950,7 @@ static void cpu_attention_paged(void *out, Dtype type, const void *q, int stride
         tiles += (cu_seqlens[b + 1] - cu_seqlens[b] + step - 1) / step;
         longest = kv_len[b] > longest ? kv_len[b] : longest;
     }
-#pragma omp parallel for schedule(dynamic) if ((size_t)cu_seqlens[B] * H * D * longest > PARALLEL_MACS)
+#pragma omp parallel for schedule(dynamic) if ((size_t)cu_seqlens[B] * H * D * longest > PARALLEL_WORK)
     for (int i = 0; i < tiles * H_kv; i++) paged_item(&a, i);
 }
 
