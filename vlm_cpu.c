@@ -203,7 +203,7 @@ INLINE vf v_load_f16(const uint16_t *p) {
 }
 
 // Waking the threads costs some microseconds. Below these numbers of elements and of multiply-adds one is faster.
-enum { PARALLEL_WORK = 1 << 16, PARALLEL_MACS = 1 << 20 };
+enum { PARALLEL_WORK = 1 << 16, PARALLEL_MACS = 1 << 18 };
 
 // ---------------------------------------------------------------------------------------------
 // Memory
@@ -303,46 +303,51 @@ static void cpu_rmsnorm(void *out, Dtype type, const float *x, const float *weig
 // ---------------------------------------------------------------------------------------------
 // linear
 //
-// One micro-kernel for all types. A vector has four bytes of each of 16 rows of w: one f32, two bf16, or four numbers
-// of 8 bits. One instruction multiplies it with the same four bytes of a row of x and adds the products to 16 outputs,
-// so no sum ever crosses lanes. A group is 16 such vectors. Its products are added in order (those of 8 bits as whole
-// numbers, exactly); the groups' sums, with Q8 and Q4 times both scales, are added to the outputs in order. That is
-// all, so an output depends on K only, not on how many rows or outputs are computed together.
+// A vector is 64 bytes: 16 lanes of one f32, two bf16 or four bytes. One instruction multiplies two vectors and adds
+// the products to 16 sums. w has one of two layouts, and each its micro-kernel. In both an output depends on K only,
+// not on how many rows or outputs are computed together.
 //
-// Q8 and Q4 lie like that in the file. A tile is 16 rows: for each group 16 (Q8) or 8 (Q4) vectors, then for each group
-// 16 scales in f16. The instruction multiplies unsigned by signed bytes: w is stored with 128 (Q8) or 8 (Q4) added, and
-// a group's sums start at -128 (-8) times the sum of x's numbers. A byte of Q4 has number k in its low half and k + 4
-// in its high one. Rows of f32 and bf16 are turned into tiles on the way, by 16 x 16 transposes.
+// Rows (F32, BF16), as a checkpoint has them. Vectors run along rows of w and x, so an output has 16 sums. At the end
+// of a slice of SLICE bytes these are added, halves first, and slices are added in order.
 //
-// QN tiles times QM rows have their sums in registers. A slice of QSLICE groups of the tiles (MADE_SLICE where they are
-// made: the rows that they are made of want room, too) stays in the first-level cache while all rows pass: a step of up
-// to QT_ROWS rows reads each weight once, and one row alone streams them.
+// Tiles (Q8, Q4) of 16 rows, for the scale that every group of 64 numbers of a row has: a vector is four numbers of
+// each row and meets the same four of a row of x, so an output is a lane, and one multiplication scales 16 of them. A
+// tile holds for each group 16 (Q8) or 8 (Q4) vectors, and at its end for each group 16 scales in f16. A group's
+// products are whole numbers and add up exactly; groups, times the scales of w and x, are added in order. The
+// instruction multiplies unsigned by signed bytes: w is stored with 128 (Q8) or 8 (Q4) added, and a group's sums start
+// at -128 (-8) times the sum of x's numbers. A byte of Q4 has number k in its low half and k + 4 in its high one.
+//
+// RW rows, or QN tiles, times RX rows of x have their sums in registers. The weights of that many outputs, SLICE bytes
+// or QSLICE groups of them (tiles of up to WHOLE groups whole), stay in the first-level cache while up to XROWS rows
+// (tiles: all) pass: a step of up to MAX_ROWS rows reads each weight from memory once, and one row alone streams them.
 
 #if defined(__AVX512F__)
-enum { QM = 3, QN = 4 }; // 12 sums of a group, 12 of all, 4 vectors of w and one of x in 32 registers
+enum { RW = 4, QN = 4, RX = 4 }; // 16 sums, 4 vectors of w and one of x in 32 registers
 #elif defined(__AVX2__)
-enum { QM = 3, QN = 1 };                                              // 6, 6, 2 and one in 16
+enum { RW = 2, QN = 1, RX = 4 }; // 8 sums, and what takes bf16 and bytes apart, in 16
 #else
-enum { QM = 2, QN = 1 };
+enum { RW = 2, QN = 1, RX = 2 };
 #endif
-enum { PARTS = Q_ROWS / LANES, QV = QN * PARTS }; // registers for a vector of a tile; for those of QN tiles
-enum { QSLICE = 8, MADE_SLICE = 4, QT_ROWS = 512, TILE_GROUP = Q_ROWS * 64 };
+enum { PARTS = Q_ROWS / LANES, QV = QN * PARTS }; // registers for a vector; for those of QN tiles
+enum { BLOCK = 64, SLICE = 2048, XROWS = 64, QSLICE = 4, WHOLE = 16, MAX_ROWS = 512 };
 
 typedef struct XGroup { // a group of a row of x: 64 bytes of numbers
     int8_t bytes[64];
-    float scale;   // Q8, Q4
+    float scale;
     int32_t start; // what a sum of products with unsigned weights begins at
 } XGroup;
 
-enum { X_GROUPS = SCRATCH / sizeof(XGroup) }; // of the longest rows that a model may have, one fits
-
-typedef struct Linear { // the arguments of linear, for the tiles
+typedef struct Linear { // the arguments of linear
     void *out;
     const char *w;
     const float *bias;
-    XGroup *x; // rows of x, in whole groups: in the scratch
-    int N, groups;
-    size_t row_bytes, tile_bytes; // of w: F32 and BF16, Q8 and Q4
+    int N;
+    size_t row_bytes; // of w: F32 and BF16
+    const char *rows; // of x, each at a multiple of x_bytes: F32 and BF16
+    size_t x_bytes;
+    size_t tile_bytes; // of w: Q8 and Q4
+    XGroup *groups;    // of x, n_groups a row
+    int n_groups;
     Dtype out_type;
     bool accumulate;
 } Linear;
@@ -351,6 +356,133 @@ INLINE vi load_vector(const void *p) {
     vi v;
     memcpy(&v, p, sizeof v);
     return v;
+}
+
+// Its first `bytes`, then zeros.
+INLINE vi load_part(const void *p, size_t bytes) {
+    if (bytes >= sizeof(vi)) return load_vector(p);
+#if defined(__AVX512BW__)
+    return (vi)_mm512_maskz_loadu_epi8(((__mmask64)1 << bytes) - 1, p);
+#else
+    vi v = {0};
+    memcpy(&v, p, bytes);
+    return v;
+#endif
+}
+
+// Four bytes in every lane.
+INLINE vi load_four(const void *p) {
+    int32_t four;
+    memcpy(&four, p, 4);
+    return (vi){0} + four;
+}
+
+// sum + the products of w's numbers in each lane with x's: one f32, or two bf16, the second first, as the instruction
+// has it.
+INLINE vf dot_floats(Dtype type, vf sum, vi w, vi x) {
+    if (type == F32) return v_fma((vf)x, (vf)w, sum);
+#if defined(__AVX512BF16__)
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
+#else
+    const vi upper = (vi){0} + (int32_t)0xffff0000;
+    sum = v_fma((vf)(x & upper), (vf)(w & upper), sum);
+    return v_fma((vf)(x << 16), (vf)(w << 16), sum);
+#endif
+}
+
+// The same with four bytes in each lane, w's unsigned and x's signed.
+INLINE vi dot_bytes(vi sum, vi w, vi x) {
+#if defined(__AVX512VNNI__)
+    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+#elif defined(__AVX2__) // even and odd bytes as 16-bit numbers: their products and the sum of two fit 32 bits
+    __m256i x_odd = _mm256_srai_epi16((__m256i)x, 8), x_even = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)x, 8), 8);
+    __m256i w_odd = _mm256_srli_epi16((__m256i)w, 8), w_even = _mm256_and_si256((__m256i)w, _mm256_set1_epi16(255));
+    __m256i even = _mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(w_even, x_even));
+    return (vi)_mm256_add_epi32(even, _mm256_madd_epi16(w_odd, x_odd));
+#else                   // NEON has vusdotq_s32 for this
+    for (int shift = 0; shift < 32; shift += 8) sum += (vi)((vu)w >> shift & 255) * (x << (24 - shift) >> 24);
+    return sum;
+#endif
+}
+
+// Whether the weights that come next are asked for while rows of x from t on of T are at work: by the first few. For a
+// lone row the processor's own foresight does better, where all rows of w are long streams and the work for each vector
+// is little.
+INLINE bool asks(Dtype type, int t, int T) { return t < 8 && (T > 1 || LANES < 16 || type == Q4); }
+
+// Lane i of the first n: the lanes of v[i], added up as v_sum does. n is a power of two, at most LANES. Each round
+// halves the vectors, and the lanes that belong together; when one is left, it meets itself.
+INLINE vf v_sum_each(vf *v, int n) {
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half; half /= 2, n = (n + 1) / 2) {
+        const vi place = lane_index & (LANES / 2 - 1);
+        const vi lower = (place & (half - 1)) + (place & -half) * 2 + (lane_index & LANES / 2) * 2;
+        for (int i = 0; i < (n + 1) / 2; i++) {
+            vi a = (vi)v[2 * i], b = (vi)v[n > 1 ? 2 * i + 1 : 0];
+            v[i] = (vf)v_shuffle(a, b, lower) + (vf)v_shuffle(a, b, lower + half);
+        }
+    }
+    return v[0];
+}
+
+// The numbers from byte k on of RW rows of w times those of T rows of x. In a row's last vector `left` bytes are its
+// own.
+INLINE void rows_step(Dtype type, vf *sum, const char *const *w, const char *const *x, size_t k, size_t left, int T) {
+    vi v[RW];
+    for (int r = 0; r < RW; r++) v[r] = load_part(w[r] + k, left);
+    for (int t = 0; t < T; t++) {
+        vi u = load_part(x[t] + k, left);
+        for (int r = 0; r < RW; r++) sum[t * RW + r] = dot_floats(type, sum[t * RW + r], v[r], u);
+    }
+}
+
+// `bytes` of RW rows of w times those of T rows of x, added to sums. The same bytes of the rows `ahead` are asked for,
+// unless that is 0. As many parts of a vector go together as have their sums in registers.
+INLINE void rows_dot(Dtype type, const char *const *w, const char *const *x, size_t bytes, size_t ahead, float *sums,
+                     int T) {
+    const size_t some = RX / T < PARTS ? RX / T : PARTS, n = T * RW;
+    vf each[PARTS * RX * RW];
+    for (size_t part = 0; part < PARTS; part += some) {
+        vf sum[RX * RW] = {0};
+        size_t k = part * sizeof(vi);
+        for (; k + some * sizeof(vi) <= bytes; k += 64) {
+            for (int r = 0; ahead && part == 0 && r < RW; r++) __builtin_prefetch(w[r] + ahead + k);
+            for (size_t p = 0; p < some; p++) rows_step(type, sum + p * n, w, x, k + p * sizeof(vi), sizeof(vi), T);
+        }
+        for (size_t p = 0; p < some; p++, k += sizeof(vi))
+            if (k < bytes) rows_step(type, sum + p * n, w, x, k, bytes - k, T);
+        for (size_t i = 0; i < some * n; i++) each[part * n + i] = sum[i];
+    }
+    for (size_t half = PARTS / 2 * n; half >= n; half /= 2)
+        for (size_t i = 0; i < half; i++) each[i] += each[i + half];
+    float all[LANES];
+    v_store(all, v_sum_each(each, n));
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < RW; r++) sums[t * BLOCK + r] += all[t * RW + r];
+}
+
+// Outputs of BLOCK rows of w from n on, for T rows of x.
+INLINE void rows_block(const Linear *a, Dtype type, float *sums, int n, int T) {
+    for (size_t k = 0; k < a->row_bytes; k += SLICE) {
+        size_t bytes = a->row_bytes - k < SLICE ? a->row_bytes - k : SLICE;
+        for (int first = 0; first < T; first += XROWS)
+            for (int i = 0; i < BLOCK && n + i < a->N; i += RW) {
+                const char *w[RW], *x[RX];
+                for (int r = 0; r < RW; r++) w[r] = a->w + (n + i + r < a->N ? n + i + r : a->N - 1) * a->row_bytes + k;
+                for (int t = first, rows = RX; t < T && t < first + XROWS; t += rows) {
+                    while (rows > T - t) rows /= 2;
+                    for (int r = 0; r < rows; r++) x[r] = a->rows + (t + r) * a->x_bytes + k;
+                    size_t ahead = asks(type, t, T) ? RW * a->row_bytes : 0;
+                    float *out = sums + t * BLOCK + i;
+                    if (rows == 4)
+                        rows_dot(type, w, x, bytes, ahead, out, RX);
+                    else if (rows == 2)
+                        rows_dot(type, w, x, bytes, ahead, out, 2);
+                    else
+                        rows_dot(type, w, x, bytes, ahead, out, 1);
+                }
+            }
+    }
 }
 
 // A group of x is rounded as w is, to 127 steps. Where it is not finite the scale is NaN, and so is every output of the
@@ -384,102 +516,6 @@ static void quantise_row(XGroup *out, Dtype type, const bf16 *x, int K) {
     quantise_group(out, type, rest);
 }
 
-static void prepare_row(XGroup *out, Dtype type, const void *x, int K) {
-    if (type >= Q8) {
-        quantise_row(out, type, x, K);
-        return;
-    }
-    size_t bytes = K * width(type);
-    for (size_t k = 0; k < bytes; k += 64, out++) {
-        if (bytes - k < 64) memset(out->bytes, 0, 64);
-        memcpy(out->bytes, (const char *)x + k, bytes - k < 64 ? bytes - k : 64);
-    }
-}
-
-// LANES vectors become LANES others: lane i of vector j is lane j of vector i. First the 4 x 4 numbers in each quarter
-// (of 16 bytes) of four vectors change places, then the quarters: quarter q of a[4 i + k] goes to vector 4 q + k, place
-// i.
-INLINE void transpose(vi *v) {
-    const vi quarter = lane_index & ~3, odd = lane_index & 1, high = (lane_index & 2) >> 1;
-    const vi ones = quarter + high + odd * LANES, twos = quarter + odd + high * LANES; // low numbers, low pairs of both
-    vi a[LANES];
-    for (int i = 0; i < LANES; i += 4) {
-        vi x = v_shuffle(v[i], v[i + 1], ones), y = v_shuffle(v[i + 2], v[i + 3], ones);
-        a[i] = v_shuffle(x, y, twos), a[i + 1] = v_shuffle(x, y, twos + 2);
-        x = v_shuffle(v[i], v[i + 1], ones + 2), y = v_shuffle(v[i + 2], v[i + 3], ones + 2);
-        a[i + 2] = v_shuffle(x, y, twos), a[i + 3] = v_shuffle(x, y, twos + 2);
-    }
-#if defined(__AVX512F__)
-    const vi even = (lane_index & 3) + (lane_index & 4) * 2 + (lane_index & 8) / 8 * LANES; // quarters 0 and 2 of both
-    for (int k = 0; k < 4; k++) {
-        vi x = v_shuffle(a[k], a[4 + k], even), y = v_shuffle(a[8 + k], a[12 + k], even);
-        v[k] = v_shuffle(x, y, even), v[8 + k] = v_shuffle(x, y, even + 4);
-        x = v_shuffle(a[k], a[4 + k], even + 4), y = v_shuffle(a[8 + k], a[12 + k], even + 4);
-        v[4 + k] = v_shuffle(x, y, even), v[12 + k] = v_shuffle(x, y, even + 4);
-    }
-#elif defined(__AVX2__)
-    const vi first = lane_index + (lane_index & 4) / 4 * (LANES - 4); // quarter 0 of both
-    for (int k = 0; k < 4; k++)
-        v[k] = v_shuffle(a[k], a[4 + k], first), v[4 + k] = v_shuffle(a[k], a[4 + k], first + 4);
-#else
-    memcpy(v, a, sizeof a);
-#endif
-}
-
-// 64 bytes of each of 16 rows -> a group of a tile: lane r of its vector j is number j, of four bytes, of row r.
-INLINE void make_group(char *group, const char *w, size_t row_bytes) {
-    for (int r = 0; r < Q_ROWS; r += LANES)
-        for (int j = 0; j < 16; j += LANES) {
-            vi v[LANES];
-            for (int i = 0; i < LANES; i++) v[i] = load_vector(w + (r + i) * row_bytes + 4 * j);
-            transpose(v);
-            for (int i = 0; i < LANES; i++) memcpy(group + 64 * (j + i) + 4 * r, &v[i], sizeof v[i]);
-        }
-}
-
-// `bytes` of each of `rows` rows -> groups of a tile. The same bytes of the rows `ahead` are asked for.
-static void make_tile(char *tile, const char *w, size_t row_bytes, int rows, size_t bytes, size_t ahead) {
-    for (size_t k = 0; k < bytes; k += 64, w += 64, tile += TILE_GROUP) {
-        if (rows < Q_ROWS || bytes - k < 64) { // at the edges, filled up with zeros
-            char part[Q_ROWS][64] = {0};
-            for (int r = 0; r < rows; r++) memcpy(part[r], w + r * row_bytes, bytes - k < 64 ? bytes - k : 64);
-            make_group(tile, part[0], 64);
-        } else {
-            for (int r = 0; r < Q_ROWS; r++) __builtin_prefetch(w + r * row_bytes + ahead);
-            make_group(tile, w, row_bytes);
-        }
-    }
-}
-
-// sum + the products of four bytes in each lane: w's and the four at x. Of bf16 the second number comes first, as the
-// instruction has it.
-INLINE vi dot_step(Dtype type, vi sum, vi w, const int8_t *x) {
-    int32_t four;
-    memcpy(&four, x, 4);
-    vi v = (vi){0} + four;
-    if (type == F32) return (vi)v_fma((vf)v, (vf)w, (vf)sum);
-    if (type == BF16) {
-#if defined(__AVX512BF16__)
-        return (vi)_mm512_dpbf16_ps((__m512)sum, (__m512bh)v, (__m512bh)w);
-#else
-        const vi upper = (vi){0} + (int32_t)0xffff0000;
-        vf s = v_fma((vf)(v & upper), (vf)(w & upper), (vf)sum);
-        return (vi)v_fma((vf)(v << 16), (vf)(w << 16), s);
-#endif
-    }
-#if defined(__AVX512VNNI__)
-    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)v);
-#elif defined(__AVX2__) // even and odd bytes as 16-bit numbers: their products and the sum of two fit 32 bits
-    __m256i x_odd = _mm256_srai_epi16((__m256i)v, 8), x_even = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)v, 8), 8);
-    __m256i w_odd = _mm256_srli_epi16((__m256i)w, 8), w_even = _mm256_and_si256((__m256i)w, _mm256_set1_epi16(255));
-    __m256i even = _mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(w_even, x_even));
-    return (vi)_mm256_add_epi32(even, _mm256_madd_epi16(w_odd, x_odd));
-#else                   // NEON has vusdotq_s32 for this
-    for (int i = 0; i < 4; i++) sum += (vi)((vu)w >> 8 * i & 255) * x[i];
-    return sum;
-#endif
-}
-
 // Part `part` of vector j of a group.
 INLINE vi tile_vector(Dtype type, const char *group, int j, int part) {
     if (type != Q4) return load_vector(group + 64 * j + part * sizeof(vi));
@@ -487,54 +523,68 @@ INLINE vi tile_vector(Dtype type, const char *group, int j, int part) {
     return (j % 2 ? both >> 4 : both) & 0x0f0f0f0f;
 }
 
-// A group's sums, added to the outputs.
-INLINE vf add_group(Dtype type, vf sum, vi dots, vf scale, float x_scale) {
-    if (type < Q8) return sum + (vf)dots;
-    return v_fma(__builtin_convertvector(dots, vf), scale * x_scale, sum);
-}
-
-// n groups of `tiles` tiles (their first groups at w, their scales at `scales`, both `stride` apart) times `rows` rows
-// of x, added to sums (rows, QN, 16).
-INLINE void linear_tile(Dtype type, const char *w, const char *scales, size_t stride, const XGroup *x, int x_stride,
-                        float *sums, int n, int rows, int tiles) {
-    vf sum[QM][QV], scale[QV] = {0};
+// n groups of `tiles` tiles (the first groups at w, their scales at `scales`, both `stride` apart) times those of T
+// rows of x, added to sums. What lies `ahead` is asked for, unless that is 0.
+INLINE void tiles_dot(Dtype type, const char *w, const char *scales, size_t stride, const XGroup *const *x, int n,
+                      size_t ahead, float *sums, int T, int tiles) {
     int vectors = tiles * PARTS; // vector i is part i % PARTS of tile i / PARTS
-    for (int r = 0; r < rows; r++)
-        for (int i = 0; i < vectors; i++) sum[r][i] = v_load(sums + (r * QV + i) * LANES);
-    for (; n > 0; n--, x++, w += tile_group_bytes(type), scales += Q_ROWS * 2) {
-        vi dots[QM][QV];
-        for (int r = 0; r < rows; r++)
-            for (int i = 0; i < vectors; i++) dots[r][i] = (vi){0} + (type >= Q8 ? x[(size_t)r * x_stride].start : 0);
+    size_t group = tile_group_bytes(type);
+    for (int g = 0; g < n; g++, w += group, scales += Q_ROWS * 2) {
+        for (int i = 0; ahead && i < tiles; i++)
+            for (size_t k = 0; k < group; k += 64) __builtin_prefetch(w + i * stride + ahead + k);
+        vi dots[RX][QV];
+        for (int t = 0; t < T; t++)
+            for (int i = 0; i < vectors; i++) dots[t][i] = (vi){0} + x[t][g].start;
 #pragma GCC unroll 16
         for (int j = 0; j < 16; j++) {
             vi v[QV];
             for (int i = 0; i < vectors; i++) v[i] = tile_vector(type, w + i / PARTS * stride, j, i % PARTS);
-            for (int r = 0; r < rows; r++)
-                for (int i = 0; i < vectors; i++)
-                    dots[r][i] = dot_step(type, dots[r][i], v[i], x[(size_t)r * x_stride].bytes + 4 * j);
+            for (int t = 0; t < T; t++) {
+                vi four = load_four(x[t][g].bytes + 4 * j);
+                for (int i = 0; i < vectors; i++) dots[t][i] = dot_bytes(dots[t][i], v[i], four);
+            }
         }
-        for (int i = 0; type >= Q8 && i < vectors; i++)
-            scale[i] = v_load_f16((const uint16_t *)(scales + i / PARTS * stride) + i % PARTS * LANES);
-        for (int r = 0; r < rows; r++)
-            for (int i = 0; i < vectors; i++)
-                sum[r][i] = add_group(type, sum[r][i], dots[r][i], scale[i], x[(size_t)r * x_stride].scale);
+        for (int i = 0; i < vectors; i++) {
+            vf scale = v_load_f16((const uint16_t *)(scales + i / PARTS * stride) + i % PARTS * LANES);
+            for (int t = 0; t < T; t++) {
+                float *to = sums + t * BLOCK + i * LANES;
+                v_store(to, v_fma(__builtin_convertvector(dots[t][i], vf), scale * x[t][g].scale, v_load(to)));
+            }
+        }
     }
-    for (int r = 0; r < rows; r++)
-        for (int i = 0; i < vectors; i++) v_store(sums + (r * QV + i) * LANES, sum[r][i]);
 }
 
-// All T rows, QM at a time; a remainder of 4 is 2 and 2.
-INLINE void linear_slice(Dtype type, const char *w, const char *scales, size_t stride, const XGroup *x, int x_stride,
-                         float *sums, int n, int T, int tiles) {
-    for (int t = 0, rows; t < T; t += rows, x += (size_t)rows * x_stride, sums += (size_t)rows * QN * Q_ROWS) {
-        rows = T - t < QM ? T - t : QM;
-        if (QM == 3 && T - t == 4) rows = 2;
-        if (rows == QM)
-            linear_tile(type, w, scales, stride, x, x_stride, sums, n, QM, tiles);
-        else if (rows > 1)
-            linear_tile(type, w, scales, stride, x, x_stride, sums, n, 2, tiles), rows = 2;
-        else
-            linear_tile(type, w, scales, stride, x, x_stride, sums, n, 1, tiles);
+// Outputs of BLOCK rows of w from n on, for T rows of x. A lone row goes through Q8's tiles one by one, which is the
+// order of memory. Scales are asked for a step early, since no stream of loads leads to them.
+INLINE void tiles_block(const Linear *a, Dtype type, float *sums, int n, int T) {
+    size_t group = tile_group_bytes(type), stride = a->tile_bytes;
+    int slice = T > 1 && a->n_groups > WHOLE ? QSLICE : WHOLE;
+    for (int i = 0, tiles = T == 1 && type == Q8 ? 1 : QN; i < BLOCK && n + i < a->N; i += tiles * Q_ROWS) {
+        if (n + i + QN * Q_ROWS > a->N) tiles = 1;
+        const char *tile = a->w + (n + i) / Q_ROWS * stride, *scales = tile + a->n_groups * group;
+        for (int j = tiles; j < 2 * tiles; j++)
+            for (int k = 0; k < a->n_groups * Q_ROWS * 2; k += 64) __builtin_prefetch(scales + j * stride + k);
+        for (int g = 0; g < a->n_groups; g += slice) {
+            int count = a->n_groups - g < slice ? a->n_groups - g : slice;
+            size_t next = g + slice < a->n_groups ? slice * group : tiles * stride - g * group;
+            const char *w = tile + g * group, *s = scales + (size_t)g * Q_ROWS * 2;
+            for (int t = 0, rows = RX; t < T; t += rows) {
+                const XGroup *x[RX];
+                while (rows > T - t) rows /= 2;
+                for (int r = 0; r < rows; r++) x[r] = a->groups + (size_t)(t + r) * a->n_groups + g;
+                size_t ahead = asks(type, t, T) ? next : 0;
+                float *out = sums + t * BLOCK + i;
+                if (tiles < QN)
+                    for (int r = 0; r < rows; r++)
+                        tiles_dot(type, w, s, stride, x + r, count, 0, out + r * BLOCK, 1, 1);
+                else if (rows == 4)
+                    tiles_dot(type, w, s, stride, x, count, ahead, out, RX, QN);
+                else if (rows == 2)
+                    tiles_dot(type, w, s, stride, x, count, ahead, out, 2, QN);
+                else
+                    tiles_dot(type, w, s, stride, x, count, ahead, out, 1, QN);
+            }
+        }
     }
 }
 
@@ -554,64 +604,52 @@ INLINE void linear_result(const Linear *a, vf y, int t, int n, int count) {
         }
 }
 
-// The outputs of QN tiles from n on, or of fewer at the end, for rows t .. t + T of out.
 INLINE void linear_block(const Linear *a, Dtype type, int n, int t, int T) {
-    float sums[QT_ROWS][QN * Q_ROWS];
-    char made[QN][MADE_SLICE * TILE_GROUP] __attribute__((aligned(64)));
+    float sums[MAX_ROWS][BLOCK];
     memset(sums, 0, T * sizeof *sums);
-    int outputs = a->N - n < QN * Q_ROWS ? a->N - n : QN * Q_ROWS, tiles = (outputs + Q_ROWS - 1) / Q_ROWS;
-    size_t stride = type < Q8 ? sizeof made[0] : a->tile_bytes;
-    int slice = type < Q8 ? MADE_SLICE : QSLICE;
-    for (int g = 0; g < a->groups; g += slice) {
-        int count = a->groups - g < slice ? a->groups - g : slice;
-        const char *w = made[0], *scales = w; // F32 and BF16 have none
-        if (type >= Q8) {
-            const char *tile = a->w + n / Q_ROWS * stride;
-            w = tile + g * tile_group_bytes(type);
-            scales = tile + a->groups * tile_group_bytes(type) + (size_t)g * Q_ROWS * 2;
-        } else
-            for (int i = 0; i < tiles; i++) {
-                int rows = outputs - i * Q_ROWS < Q_ROWS ? outputs - i * Q_ROWS : Q_ROWS;
-                size_t first = g * (size_t)64, left = a->row_bytes - first, bytes = MADE_SLICE * 64;
-                bool last = left <= bytes; // then the next rows' first slice is next
-                make_tile(made[i], a->w + (size_t)(n + i * Q_ROWS) * a->row_bytes + first, a->row_bytes, rows,
-                          last ? left : bytes, last ? QN * Q_ROWS * a->row_bytes - first : bytes);
-            }
-        if (tiles == QN)
-            linear_slice(type, w, scales, stride, a->x + g, a->groups, sums[0], count, T, QN);
-        else
-            for (int i = 0; i < tiles; i++)
-                linear_slice(type, w + i * stride, scales + (type < Q8 ? 0 : i * stride), stride, a->x + g, a->groups,
-                             sums[0] + i * Q_ROWS, count, T, 1);
-    }
+    if (type < Q8)
+        rows_block(a, type, sums[0], n, T);
+    else
+        tiles_block(a, type, sums[0], n, T);
+    int outputs = a->N - n < BLOCK ? a->N - n : BLOCK;
     for (int i = 0; i < T; i++)
         for (int j = 0; j < outputs; j += LANES)
             linear_result(a, v_load(sums[i] + j), t + i, n + j, outputs - j < LANES ? outputs - j : LANES);
 }
 
+// What the micro-kernels read of row t of x, at place i of the scratch.
+static void prepare_row(const Linear *a, Dtype type, const void *x, int t, int i, int K) {
+    if (type >= Q8)
+        quantise_row(a->groups + (size_t)i * a->n_groups, type, (const bf16 *)x + (size_t)t * K, K);
+    else
+        memcpy((char *)scratch + i * a->x_bytes, (const char *)x + t * a->row_bytes, a->row_bytes);
+}
+
 static void cpu_linear(void *out, Dtype out_type, const void *x, const void *w, Dtype type, const float *bias, int T,
                        int N, int K, bool accumulate) {
     assert(!accumulate || out_type == F32);
-    size_t e = width(type);
-    int in_group = type >= Q8 ? Q_GROUP : 64 / (int)e, groups = (K + in_group - 1) / in_group;
-    int step = X_GROUPS / groups < QT_ROWS ? X_GROUPS / groups : QT_ROWS;
-    Linear a = {out, w, bias, scratch, N, groups, K * e, type < Q8 ? 0 : tile_bytes(type, K), out_type, accumulate};
+    bool quantised = type >= Q8;
+    Linear a = {.out = out, .w = w, .bias = bias, .N = N, .out_type = out_type, .accumulate = accumulate};
+    if (quantised)
+        a.groups = scratch, a.n_groups = (K + Q_GROUP - 1) / Q_GROUP, a.tile_bytes = tile_bytes(type, K);
+    else
+        a.row_bytes = K * width(type), a.x_bytes = (a.row_bytes + 63) / 64 * 64;
+    bool in_place = !quantised && a.row_bytes == a.x_bytes;
+    size_t room = SCRATCH / (quantised ? a.n_groups * sizeof(XGroup) : a.x_bytes); // of the longest rows one fits
+    int step = in_place || room > MAX_ROWS ? MAX_ROWS : (int)room;
     assert(step > 0);
     for (int t = 0; t < T; t += step) {
         int rows = t + step < T ? step : T - t;
-#pragma omp parallel if ((size_t)rows * N * K > PARALLEL_MACS)
-        {
-#pragma omp for schedule(static)
-            for (int i = 0; i < rows; i++)
-                prepare_row(a.x + (size_t)i * groups, type, (const char *)x + (size_t)(t + i) * K * e, K);
-#pragma omp for schedule(static) nowait
-            for (int n = 0; n < N; n += QN * Q_ROWS) switch (type) {
-                case F32: linear_block(&a, F32, n, t, rows); break;
-                case BF16: linear_block(&a, BF16, n, t, rows); break;
-                case Q8: linear_block(&a, Q8, n, t, rows); break;
-                case Q4: linear_block(&a, Q4, n, t, rows); break;
-                }
-        }
+        a.rows = in_place ? (const char *)x + t * a.row_bytes : scratch;
+#pragma omp parallel for schedule(static) if ((size_t)rows * K > PARALLEL_WORK)
+        for (int i = 0; i < (in_place ? 0 : rows); i++) prepare_row(&a, type, x, t + i, i, K);
+#pragma omp parallel for schedule(static) if ((size_t)rows * N * K > PARALLEL_MACS)
+        for (int n = 0; n < N; n += BLOCK) switch (type) {
+            case F32: linear_block(&a, F32, n, t, rows); break;
+            case BF16: linear_block(&a, BF16, n, t, rows); break;
+            case Q8: linear_block(&a, Q8, n, t, rows); break;
+            case Q4: linear_block(&a, Q4, n, t, rows); break;
+            }
     }
 }
 
@@ -654,8 +692,9 @@ static void cpu_rope(void *x, Dtype type, int stride, const float *cos, const fl
 // ---------------------------------------------------------------------------------------------
 // kv_store
 //
-// Inside a block: keys as (H_kv, D, KV_BLOCK), values as (H_kv, KV_BLOCK, D). Keys are turned like a tile of linear's,
-// four bytes at a time (a pair of bf16): the 16 scores of a block are 16 lanes, and no sum across lanes is ever needed.
+// Inside a block: keys as (H_kv, D, KV_BLOCK), values as (H_kv, KV_BLOCK, D). Keys are turned as Q8's rows are in a
+// tile, four bytes at a time (a pair of bf16): the 16 scores of a block are 16 lanes, and no sum across lanes is ever
+// needed.
 
 static void cpu_kv_store(void *kv, size_t block_bytes, Dtype type, const void *k, const void *v, int stride,
                          const int32_t *slot, int T, int H_kv, int D) {
@@ -689,7 +728,7 @@ enum { ROWS = 4, MIX = 4 }; // rows of a tile go together, to share each load of
 #else
 enum { ROWS = 1, MIX = 8 };
 #endif
-static_assert((int)KV_BLOCK == (int)Q_ROWS, "a block of the cache is turned like a tile");
+static_assert((int)KV_BLOCK == (int)Q_ROWS, "a block of the cache is as wide as a tile");
 
 typedef struct Tile {
     float acc[QT * D_MAX];       // (rows, Dp)
@@ -719,7 +758,7 @@ INLINE void tile_query(Tile *t, int row, const void *q, int lo, int hi) {
 INLINE void tile_scores(const Tile *t, Dtype type, int row, int n, vf scores[ROWS][KEYS]) {
     size_t bytes = t->D * width(type), sums = type == F32 ? 4 : 1;
     for (size_t first = 0; first < 4 * sums; first += 4) {
-        vi s[ROWS][KEYS] = {0};
+        vf s[ROWS][KEYS] = {0};
 #pragma GCC unroll 4
         for (size_t u = first; u < bytes; u += 4 * sums) {
             vi key[KEYS];
@@ -727,10 +766,10 @@ INLINE void tile_scores(const Tile *t, Dtype type, int row, int n, vf scores[ROW
                 key[b] = load_vector(t->keys[b / PARTS] + u * KV_BLOCK + b % PARTS * sizeof(vi));
             for (int r = 0; r < n; r++)
                 for (int b = 0; b < KEYS; b++)
-                    s[r][b] = dot_step(type, s[r][b], key[b], (const int8_t *)t->q[row + r] + u);
+                    s[r][b] = dot_floats(type, s[r][b], key[b], load_four(t->q[row + r] + u));
         }
         for (int r = 0; r < n; r++)
-            for (int b = 0; b < KEYS; b++) scores[r][b] = first ? scores[r][b] + (vf)s[r][b] : (vf)s[r][b];
+            for (int b = 0; b < KEYS; b++) scores[r][b] = first ? scores[r][b] + s[r][b] : s[r][b];
     }
     for (int r = 0; r < n; r++)
         for (int b = 0; b < KEYS; b++) scores[r][b] *= t->scale;
@@ -911,8 +950,61 @@ static void cpu_attention_paged(void *out, Dtype type, const void *q, int stride
         tiles += (cu_seqlens[b + 1] - cu_seqlens[b] + step - 1) / step;
         longest = kv_len[b] > longest ? kv_len[b] : longest;
     }
-#pragma omp parallel for schedule(dynamic) if ((size_t)cu_seqlens[B] * H * D * longest > PARALLEL_MACS)
+#pragma omp parallel for schedule(dynamic) if ((size_t)cu_seqlens[B] * H * D * longest > PARALLEL_WORK)
     for (int i = 0; i < tiles * H_kv; i++) paged_item(&a, i);
+}
+
+// LANES vectors become LANES others: lane i of vector j is lane j of vector i. First the 4 x 4 numbers in each quarter
+// (of 16 bytes) of four vectors change places, then the quarters: quarter q of a[4 i + k] goes to vector 4 q + k, place
+// i.
+INLINE void transpose(vi *v) {
+    const vi quarter = lane_index & ~3, odd = lane_index & 1, high = (lane_index & 2) >> 1;
+    const vi ones = quarter + high + odd * LANES, twos = quarter + odd + high * LANES; // low numbers, low pairs of both
+    vi a[LANES];
+    for (int i = 0; i < LANES; i += 4) {
+        vi x = v_shuffle(v[i], v[i + 1], ones), y = v_shuffle(v[i + 2], v[i + 3], ones);
+        a[i] = v_shuffle(x, y, twos), a[i + 1] = v_shuffle(x, y, twos + 2);
+        x = v_shuffle(v[i], v[i + 1], ones + 2), y = v_shuffle(v[i + 2], v[i + 3], ones + 2);
+        a[i + 2] = v_shuffle(x, y, twos), a[i + 3] = v_shuffle(x, y, twos + 2);
+    }
+#if defined(__AVX512F__)
+    const vi even = (lane_index & 3) + (lane_index & 4) * 2 + (lane_index & 8) / 8 * LANES; // quarters 0 and 2 of both
+    for (int k = 0; k < 4; k++) {
+        vi x = v_shuffle(a[k], a[4 + k], even), y = v_shuffle(a[8 + k], a[12 + k], even);
+        v[k] = v_shuffle(x, y, even), v[8 + k] = v_shuffle(x, y, even + 4);
+        x = v_shuffle(a[k], a[4 + k], even + 4), y = v_shuffle(a[8 + k], a[12 + k], even + 4);
+        v[4 + k] = v_shuffle(x, y, even), v[12 + k] = v_shuffle(x, y, even + 4);
+    }
+#elif defined(__AVX2__)
+    const vi first = lane_index + (lane_index & 4) / 4 * (LANES - 4); // quarter 0 of both
+    for (int k = 0; k < 4; k++)
+        v[k] = v_shuffle(a[k], a[4 + k], first), v[4 + k] = v_shuffle(a[k], a[4 + k], first + 4);
+#else
+    memcpy(v, a, sizeof a);
+#endif
+}
+
+// 64 bytes of each of 16 rows -> lane r of vector j is number j, of four bytes, of row r.
+INLINE void turn_group(char *group, const char *w, size_t row_bytes) {
+    for (int r = 0; r < KV_BLOCK; r += LANES)
+        for (int j = 0; j < 16; j += LANES) {
+            vi v[LANES];
+            for (int i = 0; i < LANES; i++) v[i] = load_vector(w + (r + i) * row_bytes + 4 * j);
+            transpose(v);
+            for (int i = 0; i < LANES; i++) memcpy(group + 64 * (j + i) + 4 * r, &v[i], sizeof v[i]);
+        }
+}
+
+// `bytes` of each of `rows` rows, turned; filled up with zeros at the edges.
+static void turn_rows(char *turned, const char *w, size_t row_bytes, int rows, size_t bytes) {
+    for (size_t k = 0; k < bytes; k += 64, w += 64, turned += 64 * KV_BLOCK) {
+        if (rows < KV_BLOCK || bytes - k < 64) {
+            char part[KV_BLOCK][64] = {0};
+            for (int r = 0; r < rows; r++) memcpy(part[r], w + r * row_bytes, bytes - k < 64 ? bytes - k : 64);
+            turn_group(turned, part[0], 64);
+        } else
+            turn_group(turned, w, row_bytes);
+    }
 }
 
 typedef struct Segments { // the arguments of attention_segments, for the tiles
@@ -934,7 +1026,7 @@ INLINE void segment_tile(const Segments *a, Dtype type, int begin, int end, int 
         const char *keys = at(a->qkv, type, s * stride + across + h * D);
         for (int b = 0; b < BLOCKS; b++) {
             int here = n - b * KV_BLOCK < KV_BLOCK ? n - b * KV_BLOCK : KV_BLOCK;
-            if (here > 0) make_tile(made[b], keys + b * KV_BLOCK * stride * e, stride * e, here, D * e, 0);
+            if (here > 0) turn_rows(made[b], keys + b * KV_BLOCK * stride * e, stride * e, here, D * e);
             t.keys[b] = made[here > 0 ? b : 0];
         }
         tile_values(&t, 0, at(a->qkv, type, s * stride + 2 * across + h * D), type, stride, n);
