@@ -566,15 +566,16 @@ INLINE void tiles_dot(Dtype type, const char *w, const char *scales, size_t stri
 // order of memory. Scales are asked for a step early, since no stream of loads leads to them.
 INLINE void tiles_block(const Linear *a, Dtype type, float *sums, int n, int T) {
     size_t group = tile_group_bytes(type), stride = a->tile_bytes;
-    int slice = T > 1 && a->n_groups > WHOLE ? QSLICE : WHOLE;
-    for (int i = 0, tiles = T == 1 && type == Q8 ? 1 : QN; i < BLOCK && n + i < a->N; i += tiles * Q_ROWS) {
+    bool alone = T == 1;
+    int slice = alone || a->n_groups <= WHOLE ? a->n_groups : QSLICE;
+    for (int i = 0, tiles = alone && type == Q8 ? 1 : QN; i < BLOCK && n + i < a->N; i += tiles * Q_ROWS) {
         if (n + i + QN * Q_ROWS > a->N) tiles = 1;
         const char *tile = a->w + (n + i) / Q_ROWS * stride, *scales = tile + a->n_groups * group;
         for (int j = tiles; j < 2 * tiles; j++)
             for (int k = 0; k < a->n_groups * Q_ROWS * 2; k += 64) __builtin_prefetch(scales + j * stride + k);
         for (int g = 0; g < a->n_groups; g += slice) {
             int count = a->n_groups - g < slice ? a->n_groups - g : slice;
-            size_t next = g + slice < a->n_groups ? slice * group : tiles * stride - g * group;
+            size_t next = alone || g + slice < a->n_groups ? QSLICE * group : tiles * stride - g * group;
             const char *w = tile + g * group, *s = scales + (size_t)g * Q_ROWS * 2;
             for (int t = 0, rows = RX; t < T; t += rows) {
                 const XGroup *x[RX];
