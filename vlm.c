@@ -239,8 +239,8 @@ ModelFile *modelfile_open(const char *path, Error *err) {
         if (map == MAP_FAILED)
             ok = fail(err, 500, "cannot map the model %s: %s", path, strerror(errno));
         else
-            f->map = map,
-            madvise(map, f->size, MADV_HUGEPAGE); // where the file system has them, of a file not yet read
+            f->map = map;
+        if (ok) madvise(map, f->size, MADV_HUGEPAGE); // where the file system has them, of a file not yet read
     }
     close(fd);
     const char *format = NULL;

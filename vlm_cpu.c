@@ -435,30 +435,31 @@ INLINE vf v_sum_each(vf *v, int n) {
 
 // The numbers from byte k on of RW rows of w times those of T rows of x. In a row's last vector `left` bytes are its
 // own.
-INLINE void rows_step(Dtype type, vf *sum, const char *const *w, const char *const *x, size_t k, size_t left, int T) {
+INLINE void rows_step(Dtype type, vf *sum, const char *const *w, const char *const *x, size_t k, size_t left, int R,
+                      int T) {
     vi v[RW];
-    for (int r = 0; r < RW; r++) v[r] = load_part(w[r] + k, left);
+    for (int r = 0; r < R; r++) v[r] = load_part(w[r] + k, left);
     for (int t = 0; t < T; t++) {
         vi u = load_part(x[t] + k, left);
-        for (int r = 0; r < RW; r++) sum[t * RW + r] = dot_floats(type, sum[t * RW + r], v[r], u);
+        for (int r = 0; r < R; r++) sum[t * R + r] = dot_floats(type, sum[t * R + r], v[r], u);
     }
 }
 
 // `bytes` of RW rows of w times those of T rows of x, added to sums. The same bytes of the rows `ahead` are asked for,
 // unless that is 0. As many parts of a vector go together as have their sums in registers.
 INLINE void rows_dot(Dtype type, const char *const *w, const char *const *x, size_t bytes, size_t ahead, float *sums,
-                     int T) {
-    const size_t some = RX / T < PARTS ? RX / T : PARTS, n = T * RW;
+                     int R, int T) {
+    const size_t some = RX / T < PARTS ? RX / T : PARTS, n = T * R;
     vf each[PARTS * RX * RW];
     for (size_t part = 0; part < PARTS; part += some) {
         vf sum[RX * RW] = {0};
         size_t k = part * sizeof(vi);
         for (; k + some * sizeof(vi) <= bytes; k += 64) {
-            for (int r = 0; ahead && part == 0 && r < RW; r++) __builtin_prefetch(w[r] + ahead + k);
-            for (size_t p = 0; p < some; p++) rows_step(type, sum + p * n, w, x, k + p * sizeof(vi), sizeof(vi), T);
+            for (int r = 0; ahead && part == 0 && r < R; r++) __builtin_prefetch(w[r] + ahead + k);
+            for (size_t p = 0; p < some; p++) rows_step(type, sum + p * n, w, x, k + p * sizeof(vi), sizeof(vi), R, T);
         }
         for (size_t p = 0; p < some; p++, k += sizeof(vi))
-            if (k < bytes) rows_step(type, sum + p * n, w, x, k, bytes - k, T);
+            if (k < bytes) rows_step(type, sum + p * n, w, x, k, bytes - k, R, T);
         for (size_t i = 0; i < some * n; i++) each[part * n + i] = sum[i];
     }
     for (size_t half = PARTS / 2 * n; half >= n; half /= 2)
@@ -466,31 +467,37 @@ INLINE void rows_dot(Dtype type, const char *const *w, const char *const *x, siz
     float all[LANES];
     v_store(all, v_sum_each(each, n));
     for (int t = 0; t < T; t++)
-        for (int r = 0; r < RW; r++) sums[t * BLOCK + r] += all[t * RW + r];
+        for (int r = 0; r < R; r++) sums[t * BLOCK + r] += all[t * R + r];
 }
 
-// Outputs of BLOCK rows of w from n on, for T rows of x.
+// Outputs of BLOCK rows of w from n on, for T rows of x. A lone row goes through w's rows one by one, which is the
+// order of memory.
 INLINE void rows_block(const Linear *a, Dtype type, float *sums, int n, int T) {
-    for (size_t k = 0; k < a->row_bytes; k += SLICE) {
-        size_t bytes = a->row_bytes - k < SLICE ? a->row_bytes - k : SLICE;
+    size_t span = T > 1 ? SLICE : a->row_bytes;
+    int R = T > 1 ? RW : 1;
+    for (size_t from = 0; from < a->row_bytes; from += span)
         for (int first = 0; first < T; first += XROWS)
-            for (int i = 0; i < BLOCK && n + i < a->N; i += RW) {
-                const char *w[RW], *x[RX];
-                for (int r = 0; r < RW; r++) w[r] = a->w + (n + i + r < a->N ? n + i + r : a->N - 1) * a->row_bytes + k;
-                for (int t = first, rows = RX; t < T && t < first + XROWS; t += rows) {
-                    while (rows > T - t) rows /= 2;
-                    for (int r = 0; r < rows; r++) x[r] = a->rows + (t + r) * a->x_bytes + k;
-                    size_t ahead = asks(type, t, T) ? RW * a->row_bytes : 0;
-                    float *out = sums + t * BLOCK + i;
-                    if (rows == 4)
-                        rows_dot(type, w, x, bytes, ahead, out, RX);
-                    else if (rows == 2)
-                        rows_dot(type, w, x, bytes, ahead, out, 2);
-                    else
-                        rows_dot(type, w, x, bytes, ahead, out, 1);
+            for (int i = 0; i < BLOCK && n + i < a->N; i += R)
+                for (size_t k = from; k < from + span && k < a->row_bytes; k += SLICE) {
+                    size_t bytes = a->row_bytes - k < SLICE ? a->row_bytes - k : SLICE;
+                    const char *w[RW], *x[RX];
+                    for (int r = 0; r < R; r++)
+                        w[r] = a->w + (n + i + r < a->N ? n + i + r : a->N - 1) * a->row_bytes + k;
+                    for (int t = first, rows = RX; t < T && t < first + XROWS; t += rows) {
+                        while (rows > T - t) rows /= 2;
+                        for (int r = 0; r < rows; r++) x[r] = a->rows + (t + r) * a->x_bytes + k;
+                        size_t ahead = asks(type, t, T) ? R * a->row_bytes : 0;
+                        float *out = sums + t * BLOCK + i;
+                        if (T == 1)
+                            rows_dot(type, w, x, bytes, ahead, out, 1, 1);
+                        else if (rows == 4)
+                            rows_dot(type, w, x, bytes, ahead, out, RW, RX);
+                        else if (rows == 2)
+                            rows_dot(type, w, x, bytes, ahead, out, RW, 2);
+                        else
+                            rows_dot(type, w, x, bytes, ahead, out, RW, 1);
+                    }
                 }
-            }
-    }
 }
 
 // A group of x is rounded as w is, to 127 steps. Where it is not finite the scale is NaN, and so is every output of the
