@@ -413,9 +413,8 @@ INLINE vi dot_bytes(vi sum, vi w, vi x) {
 #endif
 }
 
-// Whether the weights that come next are asked for while rows of x from t on of T are at work: by the first few. For a
-// lone row the processor's own foresight does better, where all rows of w are long streams and the work for each vector
-// is little.
+// Whether the weights that come next are asked for while rows t.. of T are at work: by the first few. Where one row
+// alone passes, the processor's own foresight does better, unless the work for each byte holds it up.
 INLINE bool asks(Dtype type, int t, int T) { return t < 8 && (T > 1 || LANES < 16 || type == Q4); }
 
 // Lane i of the first n: the lanes of v[i], added up as v_sum does. n is a power of two, at most LANES. Each round
@@ -433,8 +432,7 @@ INLINE vf v_sum_each(vf *v, int n) {
     return v[0];
 }
 
-// The numbers from byte k on of RW rows of w times those of T rows of x. In a row's last vector `left` bytes are its
-// own.
+// The vectors at byte k of R rows of w times those of T rows of x. Of a row's last one `left` bytes are its own.
 INLINE void rows_step(Dtype type, vf *sum, const char *const *w, const char *const *x, size_t k, size_t left, int R,
                       int T) {
     vi v[RW];
@@ -445,7 +443,7 @@ INLINE void rows_step(Dtype type, vf *sum, const char *const *w, const char *con
     }
 }
 
-// `bytes` of RW rows of w times those of T rows of x, added to sums. The same bytes of the rows `ahead` are asked for,
+// `bytes` of R rows of w times those of T rows of x, added to sums. The same bytes of the rows `ahead` are asked for,
 // unless that is 0. As many parts of a vector go together as have their sums in registers.
 INLINE void rows_dot(Dtype type, const char *const *w, const char *const *x, size_t bytes, size_t ahead, float *sums,
                      int R, int T) {

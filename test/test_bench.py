@@ -7,7 +7,7 @@ from conftest import BUILD, ROOT, run
 
 MODEL = os.environ.get("VLM_TEST_MODEL") or str(ROOT / "tiny" / "tiny.vlm")
 FIGURES = {"tokens", "runs", "seconds", "spread", "tokens_per_second", "bytes", "flops", "bytes_per_second",
-           "flops_per_second", "of_read", "of_peak"}
+           "flops_per_second", "read_limit", "of_read", "of_peak"}
 STEPS = 32  # of decoding, in a repetition
 
 
@@ -68,7 +68,8 @@ def test_keys_and_counts(config):
         assert len(s["runs"]) == 2 and min(s["runs"]) <= s["seconds"] <= max(s["runs"]) and s["spread"] >= 0
         assert all(s[k] > 0 for k in FIGURES - {"runs", "spread"})
         assert s["tokens_per_second"] == pytest.approx(s["tokens"] / s["seconds"], rel=1e-4)
-        assert s["of_read"] == pytest.approx(s["bytes_per_second"] / o["limits"]["read"], rel=1e-4)
+        assert s["of_read"] == pytest.approx(s["bytes_per_second"] / s["read_limit"], rel=1e-4)
+    assert vision["read_limit"] == prefill["read_limit"] == o["limits"]["read"]
     assert [s["tokens"] for s in o["stages"]] == [36, 100, STEPS, 3 * STEPS]
     assert vision["flops"] == pytest.approx(vision_flops(config, 12), rel=1e-5)
     assert prefill["flops"] == pytest.approx(text_flops(config, 100), rel=1e-5)
