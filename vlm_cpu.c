@@ -1,10 +1,9 @@
 // vlm_cpu.c: the operations of the Device table in C, for any CPU. The reference device.
 //
-// Everything works on vectors of 16 lanes, in one order for all instruction sets: AVX-512 holds such a vector in one
-// register, AVX2 in two, anything else in what the compiler makes of it. The Makefile builds this file once for each
-// set, and vlm_cpu_pick.c chooses when the program starts. Since each output element has a lane of its own (or, in
-// norms, its own sixteen) and rows are only ever grouped, never split, the result does not depend on how many rows come
-// together, nor on threads: these divide outputs, never sums.
+// Everything works on vectors as wide as the instruction set has them: AVX-512, AVX2, or what the compiler makes of
+// four lanes. The Makefile builds this file once for each set, and vlm_cpu_pick.c chooses when the program starts.
+// Within one set rows are only ever grouped, never split, and threads divide outputs, never sums: so a result does not
+// depend on how many rows come together, nor on the threads.
 #include "vlm.h"
 #include <assert.h>
 #include <math.h>
@@ -217,7 +216,7 @@ enum { PARALLEL_WORK = 1 << 16, PARALLEL_MACS = 1 << 18 };
 // Memory
 
 enum { SCRATCH = 8 << 20 };
-static void *scratch; // the last SCRATCH bytes of what is reserved: the rows of the product under way
+static void *scratch; // the last SCRATCH bytes of what is reserved: rows of a product that it cannot read in place
 
 static void *cpu_reserve_host(size_t bytes) {
     void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -326,8 +325,9 @@ static void cpu_rmsnorm(void *out, Dtype type, const float *x, const float *weig
 // at -128 (-8) times the sum of x's numbers. A byte of Q4 has number k in its low half and k + 4 in its high one.
 //
 // RW rows, or QN tiles, times RX rows of x have their sums in registers. The weights of that many outputs, SLICE bytes
-// or QSLICE groups of them (tiles of up to WHOLE groups whole), stay in the first-level cache while up to XROWS rows
-// (tiles: all) pass: a step of up to MAX_ROWS rows reads each weight from memory once, and one row alone streams them.
+// or QSLICE groups of them (or tiles of up to WHOLE groups whole), stay in the caches next to the core while up to
+// XROWS rows (tiles: all) pass. So MAX_ROWS rows, or as many as the scratch holds, read each weight from memory once,
+// and one row alone streams them.
 
 #if defined(__AVX512F__)
 enum { RW = 4, QN = 4, RX = 4 }; // 16 sums, 4 vectors of w and one of x in 32 registers
@@ -808,8 +808,8 @@ INLINE void tile_mix(Tile *t, int row, int n, int d, int vectors, const float (*
         for (int i = 0; i < vectors; i++) v_store(to + r * t->Dp + i * LANES, acc[r][i]);
 }
 
-// A row's scores -> weights p and what its sums shrink by. A masked key has weight exactly 0, and its value is finite,
-// so it adds nothing.
+// A row's scores -> weights p and what its sums shrink by. A masked key has weight exactly 0, so it adds nothing,
+// unless the model overflows and its value is not finite.
 INLINE float tile_weights(Tile *t, int row, int first, vf s[KEYS], float *p) {
     vf most = v_set(t->m[row]);
     bool whole = t->lo[row] <= first && t->hi[row] >= first + CHUNK;
@@ -906,7 +906,7 @@ typedef struct Paged { // the arguments of attention_paged, for the tiles
     const int32_t *block_table;
     int table_stride;
     const int32_t *cu_seqlens, *kv_len;
-    int B, H, H_kv, D, window;
+    int H, H_kv, D, window;
 } Paged;
 
 // Query heads h_first .. h_first + heads, all reading key head h, of rows first .. last of sequence b.
@@ -957,8 +957,8 @@ static void cpu_attention_paged(void *out, Dtype type, const void *q, int stride
                                 const int32_t *block_table, int table_stride, const int32_t *cu_seqlens,
                                 const int32_t *kv_len, int B, int H, int H_kv, int D, int window) {
     assert(D <= D_MAX && H % H_kv == 0);
-    Paged a = {out,        type,   q, stride, kv,   block_bytes, block_table, table_stride,
-               cu_seqlens, kv_len, B, H,      H_kv, D,           window};
+    Paged a = {out,          type,       q,      stride, kv,   block_bytes, block_table,
+               table_stride, cu_seqlens, kv_len, H,      H_kv, D,           window};
     int step = tokens_per_tile(H / H_kv), tiles = 0, longest = 0;
     for (int b = 0; b < B; b++) {
         tiles += (cu_seqlens[b + 1] - cu_seqlens[b] + step - 1) / step;
@@ -1025,7 +1025,7 @@ typedef struct Segments { // the arguments of attention_segments, for the tiles
     void *out;
     Dtype type;
     const void *qkv;
-    int first, n, H, D;
+    int first, H, D;
 } Segments;
 
 // Rows from .. to of head h, in the segment of rows begin .. end.
@@ -1053,7 +1053,7 @@ INLINE void segment_tile(const Segments *a, Dtype type, int begin, int end, int 
 static void cpu_attention_segments(void *out, Dtype type, const void *qkv, const int32_t *cu_seqlens, int segments,
                                    int first, int n, int H, int D) {
     assert(D <= D_MAX);
-    Segments a = {out, type, qkv, first, n, H, D};
+    Segments a = {out, type, qkv, first, H, D};
 #pragma omp parallel
     for (int i = 0; i < segments; i++) {
         int begin = cu_seqlens[i], end = cu_seqlens[i + 1];

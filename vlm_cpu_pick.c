@@ -1,7 +1,7 @@
 // vlm_cpu_pick.c: which of the builds of vlm_cpu.c is the CPU device. The Makefile compiles that file once for each
 // instruction set below, and the choice falls before main(), by what the processor says or by
-// VLM_CPU=avx512|avx2|plain. All keep the same order of summation; where one fuses a product and a sum and another does
-// not, they differ by rounding.
+// VLM_CPU=avx512|avx2|plain. They differ by rounding: some sums go over as many lanes as a register has, and not every set
+// fuses a product and a sum.
 #include "vlm.h"
 #include <stdio.h>
 #include <stdlib.h>
