@@ -415,7 +415,7 @@ INLINE vi dot_bytes(vi sum, vi w, vi x) {
 
 // Whether the weights that come next are asked for while rows t.. of T are at work: by the first few. Where one row
 // alone passes, the processor's own foresight does better, unless the work for each byte holds it up.
-INLINE bool asks(Dtype type, int t, int T) { return t < 8 && (T > 1 || LANES < 16 || type == Q4); }
+INLINE bool asks(Dtype type, int t, int T) { return t < 2 * RX && (T > 1 || LANES < 16 || type == Q4); }
 
 // Lane i of the first n: the lanes of v[i], added up as v_sum does. n is a power of two, at most LANES. Each round
 // halves the vectors, and the lanes that belong together; when one is left, it meets itself.
@@ -443,17 +443,32 @@ INLINE void rows_step(Dtype type, vf *sum, const char *const *w, const char *con
     }
 }
 
-// `bytes` of R rows of w times those of T rows of x, added to sums. The same bytes of the rows `ahead` are asked for,
-// unless that is 0. As many parts of a vector go together as have their sums in registers.
-INLINE void rows_dot(Dtype type, const char *const *w, const char *const *x, size_t bytes, size_t ahead, float *sums,
-                     int R, int T) {
+typedef struct Ask { // for weights that come later: n vectors in each step, `apart`; `step` on with each
+    const char *at;
+    size_t step, apart;
+    int n;
+} Ask;
+
+// What a tile of R rows at w asks for, whose rows of x are t.. of T. Rows of one slice follow one another in memory, so
+// that those of the tile after next come in order, half of them by each of the first two tiles if there are two. Of
+// longer rows the next tile's slices are asked for side by side.
+INLINE Ask rows_ask(const char *w, size_t row_bytes, int R, int t, int T) {
+    if (row_bytes > SLICE) return (Ask){w + R * row_bytes, 64, row_bytes, R};
+    int n = T < 2 * RX ? R : R / 2;
+    return (Ask){w + 2 * R * row_bytes + t / RX * n * (row_bytes / 64 * 64), (size_t)n * 64, 64, n};
+}
+
+// `bytes` of R rows of w times those of T rows of x, added to sums. As many parts of a vector go together as have their
+// sums in registers.
+INLINE void rows_dot(Dtype type, const char *const *w, const char *const *x, size_t bytes, Ask ask, float *sums, int R,
+                     int T) {
     const size_t some = RX / T < PARTS ? RX / T : PARTS, n = T * R;
     vf each[PARTS * RX * RW];
     for (size_t part = 0; part < PARTS; part += some) {
         vf sum[RX * RW] = {0};
         size_t k = part * sizeof(vi);
-        for (; k + some * sizeof(vi) <= bytes; k += 64) {
-            for (int r = 0; ahead && part == 0 && r < R; r++) __builtin_prefetch(w[r] + ahead + k);
+        for (; k + some * sizeof(vi) <= bytes; k += 64, ask.at += ask.step) {
+            for (int i = 0; part == 0 && i < ask.n; i++) __builtin_prefetch(ask.at + i * ask.apart);
             for (size_t p = 0; p < some; p++) rows_step(type, sum + p * n, w, x, k + p * sizeof(vi), sizeof(vi), R, T);
         }
         for (size_t p = 0; p < some; p++, k += sizeof(vi))
@@ -484,16 +499,17 @@ INLINE void rows_block(const Linear *a, Dtype type, float *sums, int n, int T) {
                     for (int t = first, rows = RX; t < T && t < first + XROWS; t += rows) {
                         while (rows > T - t) rows /= 2;
                         for (int r = 0; r < rows; r++) x[r] = a->rows + (t + r) * a->x_bytes + k;
-                        size_t ahead = asks(type, t, T) ? R * a->row_bytes : 0;
+                        Ask ask = {0};
+                        if (asks(type, t, T)) ask = rows_ask(w[0], a->row_bytes, R, t, T);
                         float *out = sums + t * BLOCK + i;
                         if (T == 1)
-                            rows_dot(type, w, x, bytes, ahead, out, 1, 1);
+                            rows_dot(type, w, x, bytes, ask, out, 1, 1);
                         else if (rows == 4)
-                            rows_dot(type, w, x, bytes, ahead, out, RW, RX);
+                            rows_dot(type, w, x, bytes, ask, out, RW, RX);
                         else if (rows == 2)
-                            rows_dot(type, w, x, bytes, ahead, out, RW, 2);
+                            rows_dot(type, w, x, bytes, ask, out, RW, 2);
                         else
-                            rows_dot(type, w, x, bytes, ahead, out, RW, 1);
+                            rows_dot(type, w, x, bytes, ask, out, RW, 1);
                     }
                 }
 }
