@@ -483,35 +483,35 @@ INLINE void rows_dot(Dtype type, const char *const *w, const char *const *x, siz
         for (int r = 0; r < R; r++) sums[t * BLOCK + r] += all[t * R + r];
 }
 
+// The slice from byte k on of R rows of w, from n on, times rows first .. last of x, of T.
+INLINE void rows_pass(const Linear *a, Dtype type, float *sums, int n, size_t k, int first, int last, int R, int T) {
+    size_t bytes = a->row_bytes - k < SLICE ? a->row_bytes - k : SLICE;
+    const char *w[RW], *x[RX];
+    for (int r = 0; r < R; r++) w[r] = a->w + (n + r < a->N ? n + r : a->N - 1) * a->row_bytes + k;
+    for (int t = first, rows = RX; t < last; t += rows) {
+        while (rows > last - t) rows /= 2;
+        for (int r = 0; r < rows; r++) x[r] = a->rows + (t + r) * a->x_bytes + k;
+        Ask ask = asks(type, t, T) ? rows_ask(w[0], a->row_bytes, R, t, T) : (Ask){.at = w[0]};
+        float *out = sums + t * BLOCK;
+        if (rows == 4)
+            rows_dot(type, w, x, bytes, ask, out, R, RX);
+        else if (rows == 2)
+            rows_dot(type, w, x, bytes, ask, out, R, 2);
+        else
+            rows_dot(type, w, x, bytes, ask, out, R, 1);
+    }
+}
+
 // Outputs of BLOCK rows of w from n on, for T rows of x. A lone row goes through w's rows one by one, which is the
 // order of memory.
 INLINE void rows_block(const Linear *a, Dtype type, float *sums, int n, int T) {
-    size_t span = T > 1 ? SLICE : a->row_bytes;
-    int R = T > 1 ? RW : 1;
-    for (size_t from = 0; from < a->row_bytes; from += span)
+    int outputs = a->N - n < BLOCK ? a->N - n : BLOCK;
+    for (int i = 0; T == 1 && i < outputs; i++)
+        for (size_t k = 0; k < a->row_bytes; k += SLICE) rows_pass(a, type, sums + i, n + i, k, 0, 1, 1, 1);
+    for (size_t k = 0; T > 1 && k < a->row_bytes; k += SLICE)
         for (int first = 0; first < T; first += XROWS)
-            for (int i = 0; i < BLOCK && n + i < a->N; i += R)
-                for (size_t k = from; k < from + span && k < a->row_bytes; k += SLICE) {
-                    size_t bytes = a->row_bytes - k < SLICE ? a->row_bytes - k : SLICE;
-                    const char *w[RW], *x[RX];
-                    for (int r = 0; r < R; r++)
-                        w[r] = a->w + (n + i + r < a->N ? n + i + r : a->N - 1) * a->row_bytes + k;
-                    for (int t = first, rows = RX; t < T && t < first + XROWS; t += rows) {
-                        while (rows > T - t) rows /= 2;
-                        for (int r = 0; r < rows; r++) x[r] = a->rows + (t + r) * a->x_bytes + k;
-                        Ask ask = {0};
-                        if (asks(type, t, T)) ask = rows_ask(w[0], a->row_bytes, R, t, T);
-                        float *out = sums + t * BLOCK + i;
-                        if (T == 1)
-                            rows_dot(type, w, x, bytes, ask, out, 1, 1);
-                        else if (rows == 4)
-                            rows_dot(type, w, x, bytes, ask, out, RW, RX);
-                        else if (rows == 2)
-                            rows_dot(type, w, x, bytes, ask, out, RW, 2);
-                        else
-                            rows_dot(type, w, x, bytes, ask, out, RW, 1);
-                    }
-                }
+            for (int i = 0; i < outputs; i += RW)
+                rows_pass(a, type, sums + i, n + i, k, first, T - first < XROWS ? T : first + XROWS, RW, T);
 }
 
 // A group of x is rounded as w is, to 127 steps. Where it is not finite the scale is NaN, and so is every output of the
