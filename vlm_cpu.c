@@ -7,6 +7,7 @@
 #include "vlm.h"
 #include <assert.h>
 #include <math.h>
+#include <omp.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -138,8 +139,12 @@ INLINE vf v_exp(vf x) {
     p = v_fma(p, r, v_set(0.5f));
     p = v_fma(p, r, v_set(1.0f));
     p = v_fma(p, r, v_set(1.0f));
-    vu exponent = ((vu)t - (vu)magic + 127) << 23;
-    return v_select(x < -87.0f, (vf){0}, p * (vf)exponent);
+#if defined(__AVX512F__)
+    p = (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    p *= (vf)(((vu)t - (vu)magic + 127) << 23);
+#endif
+    return v_select(x < -87.0f, (vf){0}, p);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -173,12 +178,20 @@ INLINE void put(void *p, Dtype type, size_t i, float f) {
         ((bf16 *)p)[i] = f32_to_bf16(f);
 }
 
+INLINE vu v_widen(vh h) {
+#if defined(__AVX512F__) // gcc makes two halves of it
+    return (vu)_mm512_cvtepu16_epi32((__m256i)h);
+#else
+    return __builtin_convertvector(h, vu);
+#endif
+}
+
 // LANES numbers from p[i] on.
 INLINE vf v_get(const void *p, Dtype type, size_t i) {
     if (type == F32) return v_load((const float *)p + i);
     vh b;
     memcpy(&b, (const bf16 *)p + i, sizeof b);
-    return (vf)(__builtin_convertvector(b, vu) << 16);
+    return (vf)(v_widen(b) << 16);
 }
 
 INLINE void v_put(void *p, Dtype type, size_t i, vf v) {
@@ -186,9 +199,13 @@ INLINE void v_put(void *p, Dtype type, size_t i, vf v) {
         v_store((float *)p + i, v);
         return;
     }
+#if defined(__AVX512BF16__) // one instruction; it takes subnormal numbers for 0
+    __m256bh b = _mm512_cvtneps_pbh((__m512)v);
+#else
     vu u = (vu)v, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16, quiet = u >> 16 | 0x40;
     vi nan = v != v;
     vh b = __builtin_convertvector((rounded & ~(vu)nan) | (quiet & (vu)nan), vh);
+#endif
     memcpy((bf16 *)p + i, &b, sizeof b);
 }
 
@@ -203,7 +220,7 @@ INLINE vf v_load_f16(const uint16_t *p) {
 #else
     vh h;
     memcpy(&h, p, sizeof h);
-    vu u = __builtin_convertvector(h, vu);
+    vu u = v_widen(h);
     vf size = (vf)((u & 0x7fff) << 13) * 0x1p112f; // moves the exponent, subnormals included
     return (vf)((vu)size | (u & 0x8000) << 16);
 #endif
@@ -528,9 +545,10 @@ INLINE void quantise_group(XGroup *out, Dtype type, const bf16 *x) {
     vf inverse = v_set(max > 0 ? 127 / max : 0);
     vi sum = {0};
     for (int i = 0; i < Q_GROUP / LANES; i++) {
-        vb q = __builtin_convertvector((vi)v_fma(v[i], inverse, magic) - (vi)magic, vb);
+        vi whole = (vi)v_fma(v[i], inverse, magic) - (vi)magic;
+        vb q = __builtin_convertvector(whole, vb);
         memcpy(out->bytes + i * LANES, &q, sizeof q);
-        sum += __builtin_convertvector(q, vi);
+        sum += whole << 24 >> 24; // the byte: not what it was made of where that is not finite
     }
     out->scale = max / 127 + v_sum(wrong);
     out->start = (type == Q8 ? -128 : -8) * (int)v_sum(__builtin_convertvector(sum, vf)); // whole, so exact
@@ -671,15 +689,20 @@ static void cpu_linear(void *out, Dtype out_type, const void *x, const void *w, 
     for (int t = 0; t < T; t += step) {
         int rows = t + step < T ? step : T - t;
         a.rows = in_place ? (const char *)x + t * a.row_bytes : scratch;
-#pragma omp parallel for schedule(static) if ((size_t)rows * K > PARALLEL_WORK)
-        for (int i = 0; i < (in_place ? 0 : rows); i++) prepare_row(&a, type, x, t + i, i, K);
-#pragma omp parallel for schedule(static) if ((size_t)rows * N * K > PARALLEL_MACS)
-        for (int n = 0; n < N; n += BLOCK) switch (type) {
-            case F32: linear_block(&a, F32, n, t, rows); break;
-            case BF16: linear_block(&a, BF16, n, t, rows); break;
-            case Q8: linear_block(&a, Q8, n, t, rows); break;
-            case Q4: linear_block(&a, Q4, n, t, rows); break;
+#pragma omp parallel if ((size_t)rows * N * K > PARALLEL_MACS)
+        {
+            if (!in_place) {
+#pragma omp for schedule(static)
+                for (int i = 0; i < rows; i++) prepare_row(&a, type, x, t + i, i, K);
             }
+#pragma omp for schedule(static)
+            for (int n = 0; n < N; n += BLOCK) switch (type) {
+                case F32: linear_block(&a, F32, n, t, rows); break;
+                case BF16: linear_block(&a, BF16, n, t, rows); break;
+                case Q8: linear_block(&a, Q8, n, t, rows); break;
+                case Q4: linear_block(&a, Q4, n, t, rows); break;
+                }
+        }
     }
 }
 
@@ -760,6 +783,20 @@ enum { ROWS = 1, MIX = 8 };
 #endif
 static_assert((int)KV_BLOCK == (int)Q_ROWS, "a block of the cache is as wide as a tile");
 
+// Keys and values that come next, in runs of `bytes`: each row of the tile at work asks for some of their lines, for
+// loads alone would wait for each block where few rows share it.
+typedef struct Coming {
+    const char *runs[2 * BLOCKS];
+    size_t bytes, asked, each; // of a run; lines so far, and for each row
+    int n;
+} Coming;
+
+INLINE void ask_for(Coming *c, int rows) {
+    size_t lines = c->bytes / 64, end = c->asked + rows * c->each;
+    for (; c->asked < end && c->asked < c->n * lines; c->asked++)
+        __builtin_prefetch(c->runs[c->asked / lines] + c->asked % lines * 64);
+}
+
 typedef struct Tile {
     float acc[QT * D_MAX];       // (rows, Dp)
     float values[CHUNK * D_MAX]; // (CHUNK, Dp)
@@ -768,13 +805,15 @@ typedef struct Tile {
     int lo[QT], hi[QT]; // keys that each row may see
     const char *q[QT];
     const char *keys[BLOCKS]; // of the chunk, turned
-    int rows, D, Dp;          // Dp: D up to whole vectors
+    Coming coming;
+    int rows, D, Dp; // Dp: D up to whole vectors
     float scale;
 } Tile;
 
 static void tile_begin(Tile *t, int rows, int D) {
     t->rows = rows, t->D = D, t->Dp = (D + LANES - 1) / LANES * LANES;
     t->scale = 1.0f / sqrtf((float)D);
+    t->coming.n = 0;
     for (int r = 0; r < rows; r++) t->m[r] = -INFINITY, t->l[r] = (vf){0};
     memset(t->acc, 0, (size_t)rows * t->Dp * sizeof(float));
 }
@@ -850,7 +889,9 @@ INLINE float tile_weights(Tile *t, int row, int first, vf s[KEYS], float *p) {
 INLINE void tile_rows(Tile *t, Dtype type, int row, int n, int first, int keys) {
     vf scores[ROWS][KEYS];
     float p[ROWS][CHUNK], shrink[ROWS];
+    ask_for(&t->coming, n);
     tile_scores(t, type, row, n, scores);
+    ask_for(&t->coming, n);
     for (int r = 0; r < n; r++) shrink[r] = tile_weights(t, row + r, first, scores[r], p[r]);
     int d = 0;
     if ((int)MIX == 4 && t->Dp == 5 * LANES) // the vision tower's 80
@@ -922,50 +963,74 @@ typedef struct Paged { // the arguments of attention_paged, for the tiles
     const int32_t *block_table;
     int table_stride;
     const int32_t *cu_seqlens, *kv_len;
-    int H, H_kv, D, window;
+    int B, H, H_kv, D, window;
 } Paged;
 
-// Query heads h_first .. h_first + heads, all reading key head h, of rows first .. last of sequence b.
-INLINE void paged_tile(const Paged *a, Dtype type, int b, int h, int h_first, int heads, int first, int last) {
+// Query rows first .. last of sequence b, of the heads that read key head h. They see keys lo .. hi.
+typedef struct Item {
+    int b, h, first, last, lo, hi;
+} Item;
+
+// Item i of all: over sequences, then rows, then key heads. Past the last one it sees no keys.
+static Item paged_find(const Paged *a, int i) {
+    int step = tokens_per_tile(a->H / a->H_kv), tile = i / a->H_kv;
+    for (int b = 0; b < a->B; b++) {
+        int first = a->cu_seqlens[b] + tile * step, end = a->cu_seqlens[b + 1];
+        if (first < end) {
+            int last = first + step < end ? first + step : end, before = a->kv_len[b] - end;
+            int lo = a->window > 0 && before + first + 1 > a->window ? before + first + 1 - a->window : 0;
+            return (Item){b, i % a->H_kv, first, last, lo, before + last};
+        }
+        tile -= (end - a->cu_seqlens[b] + step - 1) / step;
+    }
+    return (Item){0};
+}
+
+// What comes next is the chunk of an item's keys from s on. `rows` will ask for it, twice each.
+INLINE void paged_coming(Coming *c, const Paged *a, const Item *item, int s, int rows) {
+    const int32_t *table = a->block_table + (size_t)item->b * a->table_stride;
+    c->bytes = (size_t)a->D * KV_BLOCK * width(a->type), c->n = 0, c->asked = 0;
+    for (int k = s; k < item->hi && k < s + CHUNK; k += KV_BLOCK) {
+        const char *keys = a->kv + table[k / KV_BLOCK] * a->block_bytes + item->h * c->bytes;
+        c->runs[c->n++] = keys;
+        c->runs[c->n++] = keys + a->H_kv * c->bytes; // the values
+    }
+    c->each = c->n * c->bytes / 64 / (2 * rows) + 1;
+}
+
+// Query heads h_first .. h_first + heads of an item, and the item that follows.
+INLINE void paged_tile(const Paged *a, Dtype type, const Item *item, const Item *next, int h_first, int heads) {
     Tile t;
-    tile_begin(&t, (last - first) * heads, a->D);
-    int lo = a->kv_len[b], hi = 0; // over all rows
+    tile_begin(&t, (item->last - item->first) * heads, a->D);
     for (int r = 0; r < t.rows; r++) {
-        int row = first + r / heads, head = h_first + r % heads;
-        int end = a->kv_len[b] - a->cu_seqlens[b + 1] + row + 1;
+        int row = item->first + r / heads, head = h_first + r % heads, end = item->hi - (item->last - row) + 1;
         int begin = a->window > 0 && end > a->window ? end - a->window : 0;
         tile_query(&t, r, at(a->q, type, (size_t)row * a->stride + (size_t)head * a->D), begin, end);
-        lo = begin < lo ? begin : lo, hi = end > hi ? end : hi;
     }
-    const int32_t *table = a->block_table + (size_t)b * a->table_stride;
-    for (int s = lo / CHUNK * CHUNK; s < hi; s += CHUNK) {
-        int n = hi - s < CHUNK ? hi - s : CHUNK;
-        tile_load_blocks(&t, a->kv, a->block_bytes, table + s / KV_BLOCK, type, h, a->H_kv, n);
+    const int32_t *table = a->block_table + (size_t)item->b * a->table_stride;
+    for (int s = item->lo / CHUNK * CHUNK; s < item->hi; s += CHUNK) {
+        int n = item->hi - s < CHUNK ? item->hi - s : CHUNK;
+        if (s + CHUNK < item->hi)
+            paged_coming(&t.coming, a, item, s + CHUNK, t.rows);
+        else
+            paged_coming(&t.coming, a, next, next->lo / CHUNK * CHUNK, t.rows);
+        tile_load_blocks(&t, a->kv, a->block_bytes, table + s / KV_BLOCK, type, item->h, a->H_kv, n);
         tile_chunk(&t, type, s, n);
     }
     for (int r = 0; r < t.rows; r++) {
-        size_t o = ((size_t)(first + r / heads) * a->H + h_first + r % heads) * a->D;
+        size_t o = ((size_t)(item->first + r / heads) * a->H + h_first + r % heads) * a->D;
         tile_result(&t, r, (void *)at(a->out, type, o), type);
     }
 }
 
-// Tile i of all: over sequences, then rows, then key heads.
-static void paged_item(const Paged *a, int i) {
-    int group = a->H / a->H_kv, step = tokens_per_tile(group);
-    int h = i % a->H_kv, tile = i / a->H_kv, b = 0;
-    for (;; b++) {
-        int tiles = (a->cu_seqlens[b + 1] - a->cu_seqlens[b] + step - 1) / step;
-        if (tile < tiles) break;
-        tile -= tiles;
-    }
-    int first = a->cu_seqlens[b] + tile * step, end = a->cu_seqlens[b + 1];
-    int last = first + step < end ? first + step : end;
+static void paged_item(const Paged *a, const Item *item, const Item *next) {
+    int group = a->H / a->H_kv;
     for (int g = 0; g < group; g += QT) {
-        int heads = group - g < QT ? group - g : QT;
+        int heads = group - g < QT ? group - g : QT, head = item->h * group + g;
         if (a->type == F32)
-            paged_tile(a, F32, b, h, h * group + g, heads, first, last);
+            paged_tile(a, F32, item, g + QT < group ? item : next, head, heads);
         else
-            paged_tile(a, BF16, b, h, h * group + g, heads, first, last);
+            paged_tile(a, BF16, item, g + QT < group ? item : next, head, heads);
     }
 }
 
@@ -973,15 +1038,18 @@ static void cpu_attention_paged(void *out, Dtype type, const void *q, int stride
                                 const int32_t *block_table, int table_stride, const int32_t *cu_seqlens,
                                 const int32_t *kv_len, int B, int H, int H_kv, int D, int window) {
     assert(D <= D_MAX && H % H_kv == 0);
-    Paged a = {out,          type,       q,      stride, kv,   block_bytes, block_table,
-               table_stride, cu_seqlens, kv_len, H,      H_kv, D,           window};
+    Paged a = {out,        type,   q, stride, kv,   block_bytes, block_table, table_stride,
+               cu_seqlens, kv_len, B, H,      H_kv, D,           window};
     int step = tokens_per_tile(H / H_kv), tiles = 0, longest = 0;
     for (int b = 0; b < B; b++) {
         tiles += (cu_seqlens[b + 1] - cu_seqlens[b] + step - 1) / step;
         longest = kv_len[b] > longest ? kv_len[b] : longest;
     }
 #pragma omp parallel for schedule(dynamic) if ((size_t)cu_seqlens[B] * H * D * longest > PARALLEL_WORK)
-    for (int i = 0; i < tiles * H_kv; i++) paged_item(&a, i);
+    for (int i = 0; i < tiles * H_kv; i++) { // a thread's next item is most likely the one after all threads'
+        Item item = paged_find(&a, i), next = paged_find(&a, i + omp_get_num_threads());
+        paged_item(&a, &item, &next);
+    }
 }
 
 // LANES vectors become LANES others: lane i of vector j is lane j of vector i. First the 4 x 4 numbers in each quarter
