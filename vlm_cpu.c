@@ -1210,48 +1210,78 @@ static float row_max(const float *x, int V) {
     return v_max_lane(v_max(v_max(m[0], m[1]), v_max(m[2], m[3])));
 }
 
-static int row_argmax(const float *x, int V) {
-    float m = row_max(x, V);
-    int i = 0;
-    while (i < V - 1 && !(x[i] >= m)) i++;
-    return i;
+// Most of a row's numbers do not matter to what follows: a run in which none does is passed over by vectors.
+enum { RUN = 64 };
+
+INLINE bool run_has(const float *x, float floor) {
+    int has = 0;
+    for (int i = 0; i < RUN; i++) has |= x[i] >= floor;
+    return has;
+}
+
+// The first number from x[i] on that is at least `floor`; V: there is none.
+static int next_from(const float *x, int i, int V, float floor) {
+    for (; i < V; i++) {
+        while (i % RUN == 0 && i + RUN <= V && !run_has(x + i, floor)) i += RUN;
+        if (i < V && x[i] >= floor) return i;
+    }
+    return V;
 }
 
 INLINE vf v_from(vf v, float floor) { return v_select(v >= floor, v, (vf){0}); }
 
-// Sum of the entries that are at least `floor`.
-static float sum_from(const float *x, int V, float floor) {
+typedef struct Mass {
+    float count, sum; // whole numbers up to 2^24 are exact
+} Mass;
+
+// Of the n numbers those that are at least `floor`.
+static Mass mass_from(const float *x, int n, float floor) {
     vf sum[4] = {0};
+    vi count[4] = {0};
     int i = 0;
-    for (; i + 4 * LANES <= V; i += 4 * LANES)
-        for (int k = 0; k < 4; k++) sum[k] += v_from(v_load(x + i + k * LANES), floor);
-    for (; i < V; i += LANES) sum[0] += v_from(load_or(x + i, V - i, -1), floor);
-    return v_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
-}
-
-static int count_from(const float *x, int V, float floor) {
-    int n = 0;
-    for (int i = 0; i < V; i++) n += x[i] >= floor;
-    return n;
-}
-
-// The largest floor in (0, 1] with enough(floor), found on the bits: floats above 0 sort like integers.
-// No order among the candidates is ever made, so a device can do the same with sums only.
-static float bisect_floor(const float *x, int V, float want, bool by_count) {
-    uint32_t lo = 1, hi = 0x3f800000; // the smallest subnormal; 1.0, the weight of the most likely token
-    while (lo < hi) {
-        uint32_t mid = hi - (hi - lo) / 2;
-        float floor;
-        memcpy(&floor, &mid, 4);
-        bool enough = by_count ? (float)count_from(x, V, floor) >= want : sum_from(x, V, floor) >= want;
-        if (enough)
-            lo = mid;
-        else
-            hi = mid - 1;
+    for (; i + 4 * LANES <= n; i += 4 * LANES)
+        for (int k = 0; k < 4; k++) {
+            vf v = v_load(x + i + k * LANES);
+            sum[k] += v_from(v, floor), count[k] -= v >= floor;
+        }
+    for (; i < n; i += LANES) {
+        vf v = load_or(x + i, n - i, -1);
+        sum[0] += v_from(v, floor), count[0] -= v >= floor;
     }
-    float floor;
-    memcpy(&floor, &lo, 4);
-    return floor;
+    vi counts = (count[0] + count[1]) + (count[2] + count[3]);
+    return (Mass){v_sum(__builtin_convertvector(counts, vf)), v_sum((sum[0] + sum[1]) + (sum[2] + sum[3]))};
+}
+
+INLINE float f32_of(uint32_t bits) {
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+// The largest floor in (0, 1] from which on there are as many numbers, and as much in sum, as wanted, found on the
+// bits: floats above 0 sort like integers. No order among the candidates is ever made, so a device can do the same with
+// sums only. Once few are left between the bounds, only these are looked at.
+static float bisect_floor(const float *x, int V, Mass want) {
+    enum { FEW = 1024 };
+    float few[FEW];
+    uint32_t lo = 1, hi = 0x3f800000; // the smallest subnormal; 1.0, the weight of the most likely token
+    Mass from = mass_from(x, V, f32_of(lo)), past = {0, 0}, left = {0, 0}; // from lo on; past hi; past all of the few
+    while (lo < hi) {
+        if (x != few && from.count - past.count <= FEW) {
+            int n = 0;
+            for (int i = 0; (i = next_from(x, i, V, f32_of(lo))) < V; i++)
+                if (x[i] <= f32_of(hi)) few[n++] = x[i];
+            x = few, V = n, left = past;
+        }
+        uint32_t mid = hi - (hi - lo) / 2;
+        Mass m = mass_from(x, V, f32_of(mid));
+        m.count += left.count, m.sum += left.sum;
+        if (m.count >= want.count && m.sum >= want.sum)
+            lo = mid, from = m;
+        else
+            hi = mid - 1, past = m;
+    }
+    return f32_of(lo);
 }
 
 static void drop_below(float *x, int V, float floor) {
@@ -1259,18 +1289,18 @@ static void drop_below(float *x, int V, float floor) {
         if (x[i] < floor) x[i] = 0;
 }
 
+// The n largest logits, the first among equals first. Where NaN leaves fewer, others stand in.
 static void report_logprobs(Sampled *out, const float *x, int V, float max, float log_sum, int n) {
-    for (int k = n; k < MAX_LOGPROBS; k++) out->top_id[k] = -1, out->top_logprob[k] = 0;
-    for (int k = 0; k < n; k++) {
-        int best = -1;
-        for (int i = 0; i < V; i++) {
-            bool after =
-                k == 0 || x[i] < x[out->top_id[k - 1]] || (x[i] == x[out->top_id[k - 1]] && i > out->top_id[k - 1]);
-            if (after && (best < 0 || x[i] > x[best])) best = i;
-        }
-        if (best < 0) best = k; // fewer than n numbers: NaN among the logits
-        out->top_id[k] = best;
-        out->top_logprob[k] = x[best] - max - log_sum;
+    int *top = out->top_id, found = 0;
+    for (int i = 0; n > 0 && (i = next_from(x, i, V, found < n ? -INFINITY : x[top[n - 1]])) < V; i++) {
+        int k = found < n ? found++ : n; // where it belongs; the last one of n makes room
+        for (; k > 0 && x[i] > x[top[k - 1]]; k--)
+            if (k < n) top[k] = top[k - 1];
+        if (k < n) top[k] = i;
+    }
+    for (int k = 0; k < MAX_LOGPROBS; k++) {
+        if (k >= found) top[k] = k < n ? k : -1;
+        out->top_logprob[k] = k < n ? x[top[k]] - max - log_sum : 0;
     }
 }
 
@@ -1283,24 +1313,35 @@ static void apply_penalties(float *x, const Sampling *how, const TokenCount *cou
     }
 }
 
-// Turn logits into weights relative to the most likely token, drop what top-k, top-p and min-p exclude, and draw.
-static int draw(float *x, int V, const SampleRow *row) {
-    const Sampling *how = &row->how;
-    float max = row_max(x, V);
-    for (int i = 0; i < V; i += LANES) {
-        vf w = v_exp((load_or(x + i, V - i, -INFINITY) - max) / how->temperature);
-        for (int j = 0; j < LANES && i + j < V; j++) x[i + j] = w[j];
+// Whether a number of a run, the weight of `id` and those that follow it, may score more than `best`: -log u is at
+// least 1 - u.
+INLINE bool run_may_win(const float *x, const SampleRow *row, int id, float best) {
+    if (!run_has(x, f32_of(1))) return false;
+    int may = 0;
+    for (int i = 0; i < RUN; i++) {
+        float u = sample_uniform(row->how.seed, row->step, id + i);
+        may |= x[i] * 1.0001f >= (1 - u) * best;
     }
-    if (how->top_k > 0 && how->top_k < V) drop_below(x, V, bisect_floor(x, V, (float)how->top_k, true));
-    if (how->top_p < 1) drop_below(x, V, bisect_floor(x, V, how->top_p * sum_from(x, V, 0), false));
+    return may;
+}
+
+// Turn logits into weights relative to the most likely token, drop what top-k, top-p and min-p exclude, and draw.
+static int draw(float *x, int V, const SampleRow *row, float max) {
+    const Sampling *how = &row->how;
+    float part[LANES];
+    for (int i = 0; i < V; i += LANES) {
+        v_store(part, v_exp((load_or(x + i, V - i, -INFINITY) - max) / how->temperature));
+        memcpy(x + i, part, (V - i < LANES ? V - i : LANES) * sizeof *x);
+    }
+    if (how->top_k > 0 && how->top_k < V) drop_below(x, V, bisect_floor(x, V, (Mass){how->top_k, 0}));
+    if (how->top_p < 1) drop_below(x, V, bisect_floor(x, V, (Mass){0, how->top_p * mass_from(x, V, 0).sum}));
     drop_below(x, V, how->min_p);
     int best = 0;
     float best_score = -1;
     for (int i = 0; i < V; i++) {
-        if (!(x[i] > 0)) continue;
-        float u = sample_uniform(how->seed, row->step, i);
-        if ((1 - u) * best_score > x[i] * 1.0001f) continue; // -log u is at least 1 - u: it cannot win
-        float score = x[i] / -logf(u);
+        while (i % RUN == 0 && i + RUN <= V && !run_may_win(x + i, row, i, best_score)) i += RUN;
+        if (i == V || !(x[i] > 0)) continue;
+        float score = x[i] / -logf(sample_uniform(how->seed, row->step, i));
         if (score > best_score) best = i, best_score = score;
     }
     return best;
@@ -1308,7 +1349,7 @@ static int draw(float *x, int V, const SampleRow *row) {
 
 static void sample_row(Sampled *out, const float *logits, float *work, const SampleRow *row, const TokenCount *counts,
                        int V) {
-    float max = row_max(logits, V);
+    float max = row_max(logits, V), most = max;
     vf sum = {0};
     for (int i = 0; i < V; i += LANES) sum += v_exp(load_or(logits + i, V - i, -INFINITY) - max);
     float log_sum = logf(v_sum(sum));
@@ -1318,9 +1359,12 @@ static void sample_row(Sampled *out, const float *logits, float *work, const Sam
     if (row->n > 0 || row->how.temperature > 0) {
         memcpy(work, logits, (size_t)V * sizeof *work);
         apply_penalties(work, &row->how, counts + row->first, row->n);
-        x = work;
+        x = work, most = row_max(work, V);
     }
-    out->id = row->how.temperature > 0 ? draw(work, V, row) : row_argmax(x, V);
+    if (row->how.temperature > 0)
+        out->id = draw(work, V, row, most);
+    else
+        out->id = next_from(x, 0, V - 1, most); // the last one if all are NaN
     out->logprob = logits[out->id] - max - log_sum;
 }
 
