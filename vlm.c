@@ -103,11 +103,9 @@ bool dtype_find(const char *name, Dtype *type) {
 
 size_t dtype_bytes(Dtype type) { return type == F32 ? 4 : 2; }
 
-// All groups' numbers, then all groups' scales.
-size_t tile_bytes(Dtype type, int64_t cols) {
-    size_t groups = (cols + Q_GROUP - 1) / Q_GROUP;
-    return groups * Q_ROWS * (type == Q8 ? Q_GROUP : Q_GROUP / 2) + (groups * Q_ROWS * 2 + 63) / 64 * 64;
-}
+size_t pair_bytes(Dtype type) { return 2 * Q_ROWS * (sizeof(uint16_t) + (type == Q8 ? Q_GROUP : Q_GROUP / 2)); }
+
+size_t tile_bytes(Dtype type, int64_t cols) { return (cols + 2 * Q_GROUP - 1) / (2 * Q_GROUP) * pair_bytes(type); }
 
 size_t matrix_bytes(Dtype type, int64_t rows, int64_t cols) {
     if (type >= Q8) return (rows + Q_ROWS - 1) / Q_ROWS * tile_bytes(type, cols);
@@ -302,6 +300,16 @@ static const Tensor *tensor_make(ModelFile *f, const char *name, const char *dty
     return t;
 }
 
+typedef char ShapeText[128];
+
+static const char *shape_text(ShapeText text, int rank, const int64_t *dims) {
+    int n = 0;
+    for (int i = 0; i < rank && n < (int)sizeof(ShapeText) - 24; i++)
+        n += sprintf(text + n, "%s%" PRId64, i ? ", " : "", dims[i]);
+    text[n] = 0;
+    return text;
+}
+
 const void *modelfile_tensor(const ModelFile *f, const char *name, const char *dtype, int rank, int64_t *dims,
                              Error *err) {
     const Tensor *t = NULL;
@@ -311,14 +319,11 @@ const void *modelfile_tensor(const ModelFile *f, const char *name, const char *d
     if (!t) return fail(err, 500, "%s: tensor %s is missing: export the model again", f->path, name), NULL;
     bool fits = t->rank == rank && !strcmp(t->dtype, dtype);
     for (int i = 0; i < rank && fits; i++) fits = dims[i] < 0 || dims[i] == t->dims[i];
-    if (!fits) {
-        fail(err, 500,
-             "%s: tensor %s is %s of %d dimensions (%" PRId64 ", %" PRId64 "), the config wants %s (%" PRId64
-             ", %" PRId64 ")",
-             f->path, name, t->dtype, t->rank, t->dims[0], t->rank > 1 ? t->dims[1] : 1, dtype, dims[0],
-             rank > 1 ? dims[1] : 1);
-        return NULL;
-    }
+    ShapeText is, wants;
+    if (!fits)
+        return fail(err, 500, "%s: tensor %s is %s of shape (%s), the config wants %s (%s): export the model again",
+                    f->path, name, t->dtype, shape_text(is, t->rank, t->dims), dtype, shape_text(wants, rank, dims)),
+               NULL;
     if (f->data % 64 || t->begin % 64) // in the file, and in a copy of the data
         return fail(err, 500, "%s: tensor %s is not aligned to 64 bytes", f->path, name), NULL;
     memcpy(dims, t->dims, rank * sizeof *dims);
@@ -554,28 +559,29 @@ typedef struct Binder {
     bool ok;
 } Binder;
 
-static const void *bind_tensor(Binder *b, const char *dtype, size_t bytes, int rank, int64_t rows, int64_t cols,
-                               const char *format, int layer) {
+static const void *bind_tensor(Binder *b, const char *dtype, size_t bytes, int rank, int64_t *dims, const char *format,
+                               int layer) {
     b->bytes += align_up(bytes, 64);
     if (!b->file || !b->ok) return NULL;
     char name[64];
     snprintf(name, sizeof name, format, layer);
-    int64_t dims[2] = {rows, cols};
     const char *data = modelfile_tensor(b->file, name, dtype, rank, dims, b->err);
     if (!data) b->ok = false;
     return data && b->place ? b->place + (data - modelfile_data(b->file)) : data;
 }
 
-// Quantised, a matrix is bytes: a row of the file's tensor is a tile.
+// Quantised, a matrix is bytes: tiles, of pairs of groups.
 static const void *bind_matrix(Binder *b, int64_t rows, int64_t cols, const char *format, int layer) {
     size_t bytes = matrix_bytes(b->type, rows, cols);
     if (b->type >= Q8)
-        return bind_tensor(b, "U8", bytes, 2, div_up(rows, Q_ROWS), tile_bytes(b->type, cols), format, layer);
-    return bind_tensor(b, b->type == F32 ? "F32" : "BF16", bytes, 2, rows, cols, format, layer);
+        return bind_tensor(b, "U8", bytes, 3,
+                           (int64_t[]){div_up(rows, Q_ROWS), div_up(cols, 2 * Q_GROUP), pair_bytes(b->type)}, format,
+                           layer);
+    return bind_tensor(b, b->type == F32 ? "F32" : "BF16", bytes, 2, (int64_t[]){rows, cols}, format, layer);
 }
 
 static const float *bind_vector(Binder *b, int64_t n, const char *format, int layer) {
-    return bind_tensor(b, "F32", n * sizeof(float), 1, n, 1, format, layer);
+    return bind_tensor(b, "F32", n * sizeof(float), 1, &n, format, layer);
 }
 
 static bool weights_bind(Weights *w, const Config *config, const ModelFile *file, const char *place, size_t *bytes,

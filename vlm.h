@@ -66,6 +66,7 @@ const char *dtype_name(Dtype type);                          // "f32", "bf16", "
 bool dtype_find(const char *name, Dtype *type);              // false: no such name
 size_t dtype_bytes(Dtype type);                              // of an F32 or a BF16
 size_t tile_bytes(Dtype type, int64_t cols);                 // of a Q8 or Q4 tile: 16 rows
+size_t pair_bytes(Dtype type);                               // of its part for two groups: scales, then numbers
 size_t matrix_bytes(Dtype type, int64_t rows, int64_t cols); // of any type
 static inline Dtype compute_type(Dtype matrix) { return matrix == F32 ? F32 : BF16; }
 

@@ -255,21 +255,30 @@ static void cpu_copy(void *dst, const void *src, size_t bytes) { memcpy(dst, src
 // ---------------------------------------------------------------------------------------------
 // embed, gather_rows
 
-INLINE size_t tile_group_bytes(Dtype type) { return type == Q4 ? Q_ROWS * 32 : Q_ROWS * 64; }
+// The numbers of group g of a tile of Q8 or Q4, and its scales. What lies where is written at "linear".
+INLINE size_t group_bytes(Dtype type) { return type == Q4 ? Q_ROWS * 32 : Q_ROWS * 64; }
 
-// Row `id` of a Q8 or Q4 matrix; where its numbers lie is written at "linear".
-static void embed_quantised(float *out, const uint8_t *table, Dtype type, int id, int C) {
-    int r = id % Q_ROWS, groups = (C + Q_GROUP - 1) / Q_GROUP;
-    const uint8_t *tile = table + (size_t)(id / Q_ROWS) * tile_bytes(type, C);
-    const uint16_t *scales = (const uint16_t *)(tile + (size_t)groups * tile_group_bytes(type));
+INLINE const char *group_numbers(Dtype type, const char *tile, int g) {
+    return tile + g / 2 * (64 + 2 * group_bytes(type)) + 64 + g % 2 * group_bytes(type);
+}
+
+INLINE const char *group_scales(Dtype type, const char *tile, int g) {
+    return tile + g / 2 * (64 + 2 * group_bytes(type)) + g % 2 * Q_ROWS * 2;
+}
+
+// Row `id` of a Q8 or Q4 matrix.
+static void embed_quantised(float *out, const char *table, Dtype type, int id, int C) {
+    int r = id % Q_ROWS;
+    const char *tile = table + (size_t)(id / Q_ROWS) * tile_bytes(type, C);
     for (int c = 0; c < C; c++) {
-        const uint8_t *group = tile + (size_t)(c / Q_GROUP) * tile_group_bytes(type);
+        const uint8_t *group = (const uint8_t *)group_numbers(type, tile, c / Q_GROUP);
+        const uint16_t *scales = (const uint16_t *)group_scales(type, tile, c / Q_GROUP);
         int k = c % Q_GROUP, four = 4 * r + k % 4, q;
         if (type == Q8)
             q = group[k / 4 * 64 + four] - 128;
         else
             q = (group[k / 8 * 64 + four] >> (k & 4) & 15) - 8;
-        out[c] = (float)q * v_load_f16(scales + c / Q_GROUP * Q_ROWS + r / LANES * LANES)[r % LANES];
+        out[c] = (float)q * v_load_f16(scales + r / LANES * LANES)[r % LANES];
     }
 }
 
@@ -336,8 +345,8 @@ static void cpu_rmsnorm(void *out, Dtype type, const float *x, const float *weig
 //
 // Tiles (Q8, Q4) of 16 rows, for the scale that every group of 64 numbers of a row has: a vector is four numbers of
 // each row and meets the same four of a row of x, so an output is a lane, and one multiplication scales 16 of them. A
-// tile holds for each group 16 (Q8) or 8 (Q4) vectors, and at its end for each group 16 scales in f16. A group's
-// products are whole numbers and add up exactly; groups, times the scales of w and x, are added in order. The
+// tile holds for each pair of groups a line of their scales, 2 x 16 in f16, and 16 (Q8) or 8 (Q4) vectors of each. A
+// group's products are whole numbers and add up exactly; groups, times the scales of w and x, are added in order. The
 // instruction multiplies unsigned by signed bytes: w is stored with 128 (Q8) or 8 (Q4) added, and a group's sums start
 // at -128 (-8) times the sum of x's numbers. A byte of Q4 has number k in its low half and k + 4 in its high one.
 //
@@ -355,6 +364,7 @@ enum { RW = 2, QN = 1, RX = 2 };
 #endif
 enum { PARTS = Q_ROWS / LANES, QV = QN * PARTS }; // registers for a vector; for those of QN tiles
 enum { BLOCK = 64, SLICE = 2048, XROWS = 64, QSLICE = 4, WHOLE = 16, MAX_ROWS = 512 };
+enum { LEAD = 8192 }; // bytes from what a lone row multiplies to what it asks for: enough to keep the memory busy
 
 typedef struct XGroup { // a group of a row of x: 64 bytes of numbers
     int8_t bytes[64];
@@ -430,10 +440,6 @@ INLINE vi dot_bytes(vi sum, vi w, vi x) {
 #endif
 }
 
-// Whether the weights that come next are asked for while rows t.. of T are at work: by the first few. Where one row
-// alone passes, the processor's own foresight does better, unless the work for each byte holds it up.
-INLINE bool asks(Dtype type, int t, int T) { return t < 2 * RX && (T > 1 || LANES < 16 || type == Q4); }
-
 // Lane i of the first n: the lanes of v[i], added up as v_sum does. n is a power of two, at most LANES. Each round
 // halves the vectors, and the lanes that belong together; when one is left, it meets itself.
 INLINE vf v_sum_each(vf *v, int n) {
@@ -460,19 +466,32 @@ INLINE void rows_step(Dtype type, vf *sum, const char *const *w, const char *con
     }
 }
 
-typedef struct Ask { // for weights that come later: n vectors in each step, `apart`; `step` on with each
+typedef struct Ask { // for weights that come later: n vectors in each step, at most 4, `apart`; `step` on with each
     const char *at;
     size_t step, apart;
     int n;
 } Ask;
 
-// What a tile of R rows at w asks for, whose rows of x are t.. of T. Rows of one slice follow one another in memory, so
-// that those of the tile after next come in order, half of them by each of the first two tiles if there are two. Of
-// longer rows the next tile's slices are asked for side by side.
+INLINE void ask_for(const Ask *ask) {
+    if (ask->n > 0) __builtin_prefetch(ask->at);
+    if (ask->n > 1) __builtin_prefetch(ask->at + ask->apart);
+    if (ask->n > 2) __builtin_prefetch(ask->at + 2 * ask->apart);
+    if (ask->n > 3) __builtin_prefetch(ask->at + 3 * ask->apart);
+}
+
+// What a tile of R rows at w asks for while it meets rows t.. of T of x. A lone row's w comes in the order of memory.
+// Else the tiles of x share the asking evenly, for memory works best without pause: of short rows, which follow one
+// another, for those of the tile after next; of longer ones for the next tile's slices, side by side, where two tiles
+// of x do best if both ask for all.
 INLINE Ask rows_ask(const char *w, size_t row_bytes, int R, int t, int T) {
-    if (row_bytes > SLICE) return (Ask){w + R * row_bytes, 64, row_bytes, R};
-    int n = T < 2 * RX ? R : R / 2;
-    return (Ask){w + 2 * R * row_bytes + t / RX * n * (row_bytes / 64 * 64), (size_t)n * 64, 64, n};
+    if (T == 1) return (Ask){w + LEAD, 64, 64, 1};
+    bool wide = row_bytes > SLICE;
+    int tiles = ((T < XROWS ? T : XROWS) + RX - 1) / RX, every = tiles > R ? tiles / R : 1;
+    int n = (R + tiles - 1) / tiles, r = t / RX / every * n;
+    if (wide && tiles == 2) n = R, r = 0;
+    if (t / RX % every > 0 || r >= R) return (Ask){.at = w};
+    if (wide) return (Ask){w + (R + r) * row_bytes, 64, row_bytes, n};
+    return (Ask){w + (2 * R + r) * row_bytes, (size_t)n * 64, 64, n};
 }
 
 // `bytes` of R rows of w times those of T rows of x, added to sums. As many parts of a vector go together as have their
@@ -485,7 +504,7 @@ INLINE void rows_dot(Dtype type, const char *const *w, const char *const *x, siz
         vf sum[RX * RW] = {0};
         size_t k = part * sizeof(vi);
         for (; k + some * sizeof(vi) <= bytes; k += 64, ask.at += ask.step) {
-            for (int i = 0; part == 0 && i < ask.n; i++) __builtin_prefetch(ask.at + i * ask.apart);
+            if (part == 0) ask_for(&ask);
             for (size_t p = 0; p < some; p++) rows_step(type, sum + p * n, w, x, k + p * sizeof(vi), sizeof(vi), R, T);
         }
         for (size_t p = 0; p < some; p++, k += sizeof(vi))
@@ -508,7 +527,7 @@ INLINE void rows_pass(const Linear *a, Dtype type, float *sums, int n, size_t k,
     for (int t = first, rows = RX; t < last; t += rows) {
         while (rows > last - t) rows /= 2;
         for (int r = 0; r < rows; r++) x[r] = a->rows + (t + r) * a->x_bytes + k;
-        Ask ask = asks(type, t, T) ? rows_ask(w[0], a->row_bytes, R, t, T) : (Ask){.at = w[0]};
+        Ask ask = rows_ask(w[0], a->row_bytes, R, t, T);
         float *out = sums + t * BLOCK;
         if (rows == 4)
             rows_dot(type, w, x, bytes, ask, out, R, RX);
@@ -570,22 +589,24 @@ INLINE vi tile_vector(Dtype type, const char *group, int j, int part) {
     return (j % 2 ? both >> 4 : both) & 0x0f0f0f0f;
 }
 
-// n groups of `tiles` tiles (the first groups at w, their scales at `scales`, both `stride` apart) times those of T
-// rows of x, added to sums. What lies `ahead` is asked for, unless that is 0.
-INLINE void tiles_dot(Dtype type, const char *w, const char *scales, size_t stride, const XGroup *const *x, int n,
-                      size_t ahead, float *sums, int T, int tiles) {
+// n groups, from an even one at w on, of `tiles` tiles that are `stride` apart, times those of T rows of x, added to
+// sums. What lies `ahead` is asked for, unless that is 0.
+INLINE void tiles_dot(Dtype type, const char *w, size_t stride, const XGroup *const *x, int n, size_t ahead,
+                      float *sums, int T, int tiles) {
     int vectors = tiles * PARTS; // vector i is part i % PARTS of tile i / PARTS
-    size_t group = tile_group_bytes(type);
-    for (int g = 0; g < n; g++, w += group, scales += Q_ROWS * 2) {
-        for (int i = 0; ahead && i < tiles; i++)
-            for (size_t k = 0; k < group; k += 64) __builtin_prefetch(w + i * stride + ahead + k);
+    const size_t bytes = group_bytes(type);
+    for (int g = 0; g < n; g++) {
+        const char *scales = group_scales(type, w, g), *group = group_numbers(type, w, g);
+        for (int i = 0; ahead && g % 2 == 0 && i < tiles; i++) __builtin_prefetch(scales + i * stride + ahead);
         vi dots[RX][QV];
         for (int t = 0; t < T; t++)
             for (int i = 0; i < vectors; i++) dots[t][i] = (vi){0} + x[t][g].start;
 #pragma GCC unroll 16
         for (int j = 0; j < 16; j++) {
+            for (int i = 0; ahead && j % (1024 / bytes) == 0 && i < tiles; i++)
+                __builtin_prefetch(group + i * stride + ahead + j * bytes / 16);
             vi v[QV];
-            for (int i = 0; i < vectors; i++) v[i] = tile_vector(type, w + i / PARTS * stride, j, i % PARTS);
+            for (int i = 0; i < vectors; i++) v[i] = tile_vector(type, group + i / PARTS * stride, j, i % PARTS);
             for (int t = 0; t < T; t++) {
                 vi four = load_four(x[t][g].bytes + 4 * j);
                 for (int i = 0; i < vectors; i++) dots[t][i] = dot_bytes(dots[t][i], v[i], four);
@@ -601,36 +622,36 @@ INLINE void tiles_dot(Dtype type, const char *w, const char *scales, size_t stri
     }
 }
 
-// Outputs of BLOCK rows of w from n on, for T rows of x. A lone row goes through Q8's tiles one by one, which is the
-// order of memory. Scales are asked for a step early, since no stream of loads leads to them.
+// Outputs of BLOCK rows of w from n on, for T rows of x. A lone row goes through tiles one by one, which is the order
+// of memory; Q8 takes so little work a byte that with AVX-512 the core's own foresight is enough.
 INLINE void tiles_block(const Linear *a, Dtype type, float *sums, int n, int T) {
-    size_t group = tile_group_bytes(type), stride = a->tile_bytes;
     bool alone = T == 1;
+    size_t stride = a->tile_bytes;
     int slice = alone || a->n_groups <= WHOLE ? a->n_groups : QSLICE;
-    for (int i = 0, tiles = alone && type == Q8 ? 1 : QN; i < BLOCK && n + i < a->N; i += tiles * Q_ROWS) {
+    for (int i = 0, tiles = alone ? 1 : QN; i < BLOCK && n + i < a->N; i += tiles * Q_ROWS) {
         if (n + i + QN * Q_ROWS > a->N) tiles = 1;
-        const char *tile = a->w + (n + i) / Q_ROWS * stride, *scales = tile + a->n_groups * group;
-        for (int j = tiles; j < 2 * tiles; j++)
-            for (int k = 0; k < a->n_groups * Q_ROWS * 2; k += 64) __builtin_prefetch(scales + j * stride + k);
+        const char *tile = a->w + (n + i) / Q_ROWS * stride;
         for (int g = 0; g < a->n_groups; g += slice) {
             int count = a->n_groups - g < slice ? a->n_groups - g : slice;
-            size_t next = alone || g + slice < a->n_groups ? QSLICE * group : tiles * stride - g * group;
-            const char *w = tile + g * group, *s = scales + (size_t)g * Q_ROWS * 2;
+            const char *w = group_scales(type, tile, g);
+            size_t next = g + slice < a->n_groups ? group_scales(type, w, slice) - w : tile + tiles * stride - w;
+            const bool foresees = type == Q8 && LANES == 16;
+            if (alone) next = LEAD;
             for (int t = 0, rows = RX; t < T; t += rows) {
                 const XGroup *x[RX];
                 while (rows > T - t) rows /= 2;
                 for (int r = 0; r < rows; r++) x[r] = a->groups + (size_t)(t + r) * a->n_groups + g;
-                size_t ahead = asks(type, t, T) ? next : 0;
+                size_t ahead = t < 2 * RX ? next : 0; // the first rows ask for all
                 float *out = sums + t * BLOCK + i;
-                if (tiles < QN)
+                if (tiles < QN || alone)
                     for (int r = 0; r < rows; r++)
-                        tiles_dot(type, w, s, stride, x + r, count, 0, out + r * BLOCK, 1, 1);
+                        tiles_dot(type, w, stride, x + r, count, foresees ? 0 : ahead, out + r * BLOCK, 1, 1);
                 else if (rows == 4)
-                    tiles_dot(type, w, s, stride, x, count, ahead, out, RX, QN);
+                    tiles_dot(type, w, stride, x, count, ahead, out, RX, QN);
                 else if (rows == 2)
-                    tiles_dot(type, w, s, stride, x, count, ahead, out, 2, QN);
+                    tiles_dot(type, w, stride, x, count, ahead, out, 2, QN);
                 else
-                    tiles_dot(type, w, s, stride, x, count, ahead, out, 1, QN);
+                    tiles_dot(type, w, stride, x, count, ahead, out, 1, QN);
             }
         }
     }
@@ -791,7 +812,7 @@ typedef struct Coming {
     int n;
 } Coming;
 
-INLINE void ask_for(Coming *c, int rows) {
+INLINE void ask_coming(Coming *c, int rows) {
     size_t lines = c->bytes / 64, end = c->asked + rows * c->each;
     for (; c->asked < end && c->asked < c->n * lines; c->asked++)
         __builtin_prefetch(c->runs[c->asked / lines] + c->asked % lines * 64);
@@ -889,9 +910,9 @@ INLINE float tile_weights(Tile *t, int row, int first, vf s[KEYS], float *p) {
 INLINE void tile_rows(Tile *t, Dtype type, int row, int n, int first, int keys) {
     vf scores[ROWS][KEYS];
     float p[ROWS][CHUNK], shrink[ROWS];
-    ask_for(&t->coming, n);
+    ask_coming(&t->coming, n);
     tile_scores(t, type, row, n, scores);
-    ask_for(&t->coming, n);
+    ask_coming(&t->coming, n);
     for (int r = 0; r < n; r++) shrink[r] = tile_weights(t, row + r, first, scores[r], p[r]);
     int d = 0;
     if ((int)MIX == 4 && t->Dp == 5 * LANES) // the vision tower's 80

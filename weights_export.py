@@ -701,21 +701,20 @@ def store_bf16(rows):
 # ----------------------------------------------------------------------------------------------------------------------
 # Quantised matrices: whole numbers of 8 or 4 bits with an f16 scale for each group of a row. The layout is the
 # products' own (vlm_cpu.c, "linear"): a tile is 16 rows, so that a vector of 64 bytes has four numbers of
-# each of 16 outputs and the scales of 16 outputs are neighbours; whatever order the kernel would want is made here,
-# once, and never again in memory.
+# each of 16 outputs and the scales of 16 outputs are neighbours, and everything lies in the order in which it is
+# needed, for memory is fastest in one stream. It is made here, once, and never again in memory.
 
 Q_ROWS, Q_GROUP = 16, 64
 MAX_F16 = 65504.0
 
 
-def groups_of(columns):
-    return -(-columns // Q_GROUP)
+def pairs_of(columns):
+    return -(-columns // (2 * Q_GROUP))
 
 
-def tile_bytes(kind, columns):
-    """All groups' numbers, then all groups' scales."""
-    groups = groups_of(columns)
-    return groups * Q_ROWS * (Q_GROUP if kind == "q8" else Q_GROUP // 2) + -(-groups * Q_ROWS * 2 // ALIGN) * ALIGN
+def pair_bytes(kind):
+    """Two groups of 16 rows: their scales, then their numbers."""
+    return 2 * Q_ROWS * (2 + (Q_GROUP if kind == "q8" else Q_GROUP // 2))
 
 
 def as_scale(scale):
@@ -750,8 +749,8 @@ def round_q4(x):
 
 
 def quantise(kind, rows):
-    """(rows, values), rows a multiple of 16 -> tiles as bytes (tiles, bytes of a tile)."""
-    columns, groups = rows.shape[1], groups_of(rows.shape[1])
+    """(rows, values), rows a multiple of 16 -> tiles as bytes (tiles, pairs of groups, bytes of a pair)."""
+    columns, groups = rows.shape[1], 2 * pairs_of(rows.shape[1])
     padded = np.zeros((rows.shape[0], groups * Q_GROUP), np.float32)
     padded[:, :columns] = rows
     q, scale = (round_q8 if kind == "q8" else round_q4)(padded.reshape(-1, groups, Q_GROUP))
@@ -761,13 +760,9 @@ def quantise(kind, rows):
     else:  # number k in the low half, k + 4 in the high one
         q = (q + 8).astype(np.uint8)
         q = q[:, :, 0::2] | q[:, :, 1::2] << 4
-    tiles = np.zeros((len(q), tile_bytes(kind, columns)), np.uint8)
-    numbers = q.reshape(len(q), -1)
-    tiles[:, : numbers.shape[1]] = numbers
-    scales = scale.reshape(-1, Q_ROWS, groups).transpose(0, 2, 1).astype("<f2")
-    scales = np.ascontiguousarray(scales).reshape(len(q), -1).view(np.uint8)
-    tiles[:, numbers.shape[1] : numbers.shape[1] + scales.shape[1]] = scales
-    return tiles
+    scales = np.ascontiguousarray(scale.reshape(-1, Q_ROWS, groups).transpose(0, 2, 1).astype("<f2"))
+    parts = (x.reshape(len(q), groups // 2, -1) for x in (scales.view(np.uint8), q))
+    return np.concatenate(list(parts), -1)
 
 
 def in_tiles(name, kind, pieces):
@@ -810,8 +805,8 @@ def weight(name, sources, columns, checkpoint, kind):
             yield from checkpoint.rows(source)
 
     if columns and kind not in STORED:
-        tiles, size = -(-rows // Q_ROWS), tile_bytes(kind, columns)
-        return Tensor(name, "U8", (tiles, size), tiles * size, (rows, columns), lambda: in_tiles(name, kind, values()))
+        shape = (-(-rows // Q_ROWS), pairs_of(columns), pair_bytes(kind))
+        return Tensor(name, "U8", shape, math.prod(shape), (rows, columns), lambda: in_tiles(name, kind, values()))
     dtype, width, store = STORED[kind if columns else "f32"]
     shape = (rows, columns) if columns else (rows,)
     return Tensor(name, dtype, shape, width * math.prod(shape), shape, lambda: ((store(x), x) for x in values()))

@@ -79,15 +79,15 @@ static Array array(Dtype type, size_t n, double scale) {
 // A random Q8 or Q4 matrix in tiles, as docs/format.md says, and what it stands for in host[]. Scales are of all
 // signs, from 1/1024 to 1.
 static Array quantised(Dtype type, int N, int K) {
-    size_t bytes = matrix_bytes(type, N, K), tile = tile_bytes(type, K), groups = (K + Q_GROUP - 1) / Q_GROUP;
-    size_t group_bytes = type == Q8 ? 1024 : 512;
+    size_t bytes = matrix_bytes(type, N, K), group = type == Q8 ? 1024 : 512;
     Array a = {take(bytes), type, (size_t)N * K, malloc(((size_t)N * K + 1) * sizeof(double))};
     uint8_t *raw = malloc(bytes);
     memset(raw, type == Q8 ? 0x80 : 0x88, bytes); // zero
     for (int n = 0; n < N; n++)
         for (int k = 0; k < K; k++) {
-            uint8_t *t = raw + n / 16 * tile, *at = t + k / 64 * group_bytes + n % 16 * 4 + k % 4;
-            uint16_t *half = (uint16_t *)(t + groups * group_bytes) + k / 64 * 16 + n % 16;
+            uint8_t *pair = raw + n / 16 * tile_bytes(type, K) + k / 128 * pair_bytes(type);
+            uint8_t *at = pair + 64 + k / 64 % 2 * group + n % 16 * 4 + k % 4;
+            uint16_t *half = (uint16_t *)pair + k / 64 % 2 * 16 + n % 16;
             int exponent = (n * 7 + k / 64) % 10 + 1, fraction = (n * 37 + k / 64 * 11) % 1024; // of the f16
             double scale = ldexp(1 + fraction / 1024.0, -exponent) * (n % 3 ? 1 : -1);
             *half = (uint16_t)((15 - exponent) << 10 | fraction | (n % 3 ? 0 : 0x8000));

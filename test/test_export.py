@@ -122,11 +122,11 @@ def test_quantised_types(base, tmp_path):
 
     kinds, strings, model = types("--type", "q8")
     assert kinds == ["U8", "U8", "U8", "BF16"] and strings == {"type": "q8", "vision_type": "bf16"}
-    assert model.header["text.00.qkv"]["shape"] == [-(-7 * 24 // 16), 2 * 1024 + 64]  # 120 columns are two groups
+    assert model.header["text.00.qkv"]["shape"] == [-(-7 * 24 // 16), 1, 2 * 1024 + 64]  # 120 columns are two groups
     kinds, strings, model = types("--type", "q4")
     assert strings == {"type": "q4", "embed_type": "q8", "head_type": "q8", "vision_type": "bf16"}
-    assert model.header["text.00.qkv"]["shape"] == [-(-7 * 24 // 16), 2 * 512 + 64]
-    assert model.header["text.head"]["shape"][1] == 2 * 1024 + 64
+    assert model.header["text.00.qkv"]["shape"] == [-(-7 * 24 // 16), 1, 2 * 512 + 64]
+    assert model.header["text.head"]["shape"][1:] == [1, 2 * 1024 + 64]
     kinds, strings, _ = types("--type", "q4", "--embed-type", "bf16", "--head-type", "q4", "--vision-type", "q8")
     assert kinds == ["U8", "BF16", "U8", "U8"]
     assert strings == {"type": "q4", "embed_type": "bf16", "vision_type": "q8"}

@@ -108,10 +108,10 @@ def test_quantised_tensors(tmp_path, quantised):
     assert run("vlm", "-m", tmp_path / "good.vlm", "-p", "hello", "-n", "3").returncode == 0
     for name in ("text.01.down", "text.embed"):
         entry = header[name]
-        tiles, size = entry["shape"]
-        for shape in ([size, tiles], [tiles * 2, size // 2], [tiles * size], [tiles, size, 1]):
-            refused(tmp_path, pack(header | {name: entry | {"shape": shape}}, data), name)
-        refused(tmp_path, pack(header | {name: entry | {"dtype": "BF16", "shape": [tiles, size // 2]}}, data), name)
+        tiles, pairs, size = entry["shape"]
+        for shape in ([tiles, size, pairs], [tiles * 2, pairs, size // 2], [tiles, pairs * size], [tiles, pairs, size, 1]):
+            refused(tmp_path, pack(header | {name: entry | {"shape": shape}}, data), name, str(shape)[1:-1], "export")
+        refused(tmp_path, pack(header | {name: entry | {"dtype": "BF16", "shape": [tiles, pairs, size // 2]}}, data), name)
     for types in ({"type": "q8"}, {"embed_type": "q4"}, {"head_type": "bf16"}, {"vision_type": "q8"}):
         refused(tmp_path, pack(change(header, **types), data), "bad.vlm", "U8" if "vision_type" in types or "type" not in types else "")
     refused(tmp_path, pack(change(header, vision_type="f32"), data), "f32")

@@ -35,13 +35,11 @@ def matrix_shape(config, name):
 
 def dequantise(tiles, rows, columns):
     """Tiles of 16 rows, groups of 64 columns, as docs/format.md has them -> (rows, columns) in f32, exactly."""
-    groups = -(-columns // 64)
-    bits = 8 if tiles.shape[1] >= groups * 1024 else 4
-    size = groups * 128 * bits
-    q = tiles[:, :size].reshape(len(tiles), groups, -1, 16, 4)  # tile, group, vector, row, number
+    bits, groups = 8 if tiles.shape[2] > 2048 else 4, 2 * tiles.shape[1]
+    q = tiles[:, :, 64:].reshape(len(tiles), groups, -1, 16, 4)  # tile, group, vector, row, number
     if bits == 4:
         q = np.stack([q & 15, q >> 4], 3).reshape(len(tiles), groups, 16, 16, 4)  # both halves are vectors
-    scales = tiles[:, size : size + groups * 32].copy().view("<f2").reshape(len(tiles), groups, 1, 16, 1)
+    scales = tiles[:, :, :64].copy().view("<f2").reshape(len(tiles), groups, 1, 16, 1)
     values = (q.astype(np.float32) - (128 if bits == 8 else 8)) * scales.astype(np.float32)
     return values.transpose(0, 3, 1, 2, 4).reshape(len(tiles) * 16, -1)[:rows, :columns]
 
