@@ -491,7 +491,7 @@ INLINE Ask rows_ask(const char *w, size_t row_bytes, int R, int t, int T) {
     if (wide && tiles == 2) n = R, r = 0;
     if (t / RX % every > 0 || r >= R) return (Ask){.at = w};
     if (wide) return (Ask){w + (R + r) * row_bytes, 64, row_bytes, n};
-    return (Ask){w + (2 * R + r) * row_bytes, (size_t)n * 64, 64, n};
+    return (Ask){w + (R + R / 2 + r) * row_bytes, (size_t)n * 64, 64, n};
 }
 
 // `bytes` of R rows of w times those of T rows of x, added to sums. As many parts of a vector go together as have their
