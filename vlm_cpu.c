@@ -834,7 +834,7 @@ typedef struct Tile {
 static void tile_begin(Tile *t, int rows, int D) {
     t->rows = rows, t->D = D, t->Dp = (D + LANES - 1) / LANES * LANES;
     t->scale = 1.0f / sqrtf((float)D);
-    t->coming.n = 0;
+    t->coming = (Coming){0};
     for (int r = 0; r < rows; r++) t->m[r] = -INFINITY, t->l[r] = (vf){0};
     memset(t->acc, 0, (size_t)rows * t->Dp * sizeof(float));
 }
@@ -1220,14 +1220,15 @@ INLINE vf load_or(const float *p, int n, float other) {
     return v;
 }
 
-// Rows of logits are long: four vectors at a time, so that none waits for the one before.
+// The largest of the numbers; -inf where all are NaN. Rows of logits are long: four vectors at a time, so that none
+// waits for the one before.
 static float row_max(const float *x, int V) {
     vf m[4];
     for (int k = 0; k < 4; k++) m[k] = v_set(-INFINITY);
     int i = 0;
     for (; i + 4 * LANES <= V; i += 4 * LANES)
-        for (int k = 0; k < 4; k++) m[k] = v_max(m[k], v_load(x + i + k * LANES));
-    for (; i < V; i += LANES) m[0] = v_max(m[0], load_or(x + i, V - i, -INFINITY));
+        for (int k = 0; k < 4; k++) m[k] = v_max(v_load(x + i + k * LANES), m[k]);
+    for (; i < V; i += LANES) m[0] = v_max(load_or(x + i, V - i, -INFINITY), m[0]);
     return v_max_lane(v_max(v_max(m[0], m[1]), v_max(m[2], m[3])));
 }
 
@@ -1320,7 +1321,7 @@ static void report_logprobs(Sampled *out, const float *x, int V, float max, floa
         if (k < n) top[k] = i;
     }
     for (int k = 0; k < MAX_LOGPROBS; k++) {
-        if (k >= found) top[k] = k < n ? k : -1;
+        if (k >= found) top[k] = k >= n ? -1 : k < V ? k : V - 1;
         out->top_logprob[k] = k < n ? x[top[k]] - max - log_sum : 0;
     }
 }

@@ -514,6 +514,48 @@ static void reference_penalties(double *logits, const Sampling *how, const Token
     }
 }
 
+// The alternatives must be the n largest numbers of a row, the lowest id first among equals.
+static void check_alternatives(const Sampled *got, const double *logits, int V, int n) {
+    Choice *c = malloc(V * sizeof *c);
+    int numbers = 0;
+    for (int i = 0; i < V; i++)
+        if (!isnan(logits[i])) c[numbers++] = (Choice){logits[i], i};
+    qsort(c, numbers, sizeof *c, by_weight);
+    for (int k = 0; k < MAX_LOGPROBS; k++) {
+        int want = k >= n ? -1 : c[k].id;
+        check(got->top_id[k] == want, "sample V=%d: alternative %d is %d, wanted %d", V, k, got->top_id[k], want);
+    }
+    free(c);
+}
+
+// Rows where what is looked for stands at an edge: most logits are equal, and only a few matter.
+static void test_sample_edges(void) {
+    enum { V = 333, R = 6, N = MAX_LOGPROBS };
+    static float logits[R][V];
+    static SampleRow rows[R];
+    const int largest[R] = {0, 63, 64, V - 1, 200, 3};
+    double host[V];
+    for (int r = 0; r < R; r++) {
+        for (int i = 0; i < V; i++) logits[r][i] = r < 4 ? 0 : (float)(i * 7 % 10);
+        for (int i = 64; r == 5 && i < V; i++) logits[r][i] = NAN;
+        logits[r][largest[r]] = 20;
+        rows[r] = (SampleRow){.how = {.top_p = 1, .repetition_penalty = 1, .logprobs = N - r}};
+    }
+    void *rows_dev = take(sizeof rows), *logits_dev = take(sizeof logits), *work = take(sizeof logits),
+         *out = take(R * sizeof(Sampled));
+    dev->upload(rows_dev, rows, sizeof rows);
+    dev->upload(logits_dev, logits, sizeof logits);
+    dev->sample(out, logits_dev, work, rows_dev, NULL, R, V);
+    Sampled *got = fetch_raw(out, R * sizeof *got);
+    for (int r = 0; r < R; r++) {
+        for (int i = 0; i < V; i++) host[i] = logits[r][i];
+        check(got[r].id == largest[r], "sample edges row %d: %d, wanted %d", r, got[r].id, largest[r]);
+        check_alternatives(&got[r], host, V, rows[r].how.logprobs);
+    }
+    free(got);
+    pool_used = 0;
+}
+
 static void test_sample(int V) {
     enum { R = 48 };
     Array logits = array(F32, (size_t)R * V, 6);
@@ -529,7 +571,7 @@ static void test_sample(int V) {
                         .frequency_penalty = r % 2 ? 0 : 0.2f,
                         .presence_penalty = r % 2 ? 0 : 0.5f,
                         .top_k = r % 5 ? 0 : 1 + r % 9,
-                        .logprobs = r % 6,
+                        .logprobs = r % 6 * 4,
                         .seed = 1000 + r / 2};
         rows[r].step = r * 3;
         if (r % 2 == 0) rows[r].first = 0, rows[r].n = 5;
@@ -554,6 +596,7 @@ static void test_sample(int V) {
                   "sample row %d: alternative %d", r, k);
             before = got[r].top_logprob[k];
         }
+        check_alternatives(&got[r], l, V, rows[r].how.logprobs);
         reference_penalties(l, &rows[r].how, counts, rows[r].n);
         int want = 0;
         if (rows[r].how.temperature > 0)
@@ -565,6 +608,34 @@ static void test_sample(int V) {
         same("sample", alone, out + r, sizeof *out);
     }
     free(got);
+    reset((Array[]){logits}, 1);
+}
+
+// Weights so even that every token kept may win: keeping too many or too few shows in some of the draws.
+static void test_sample_floors(int V) {
+    enum { R = 96 };
+    const int top_k[] = {2, 4, 9, 30, 100, 700, 1500, V - 1};
+    const float top_p[] = {1e-9f, 1e-4f, 5e-4f, 0.01f, 0.05f, 0.2f, 0.6f, 0.98f};
+    Array logits = array(F32, V, 6);
+    SampleRow rows[R] = {0};
+    for (int r = 0; r < R; r++) {
+        Sampling *s = &rows[r].how;
+        *s = (Sampling){.temperature = 5, .top_p = 1, .repetition_penalty = 1, .seed = r};
+        if (r % 3 != 1) s->top_k = top_k[r / 3 % 8];
+        if (r % 3 != 0) s->top_p = top_p[r / 3 % 8];
+    }
+    float *work = take((size_t)V * 4);
+    Sampled *out = take(sizeof *out);
+    SampleRow *rows_dev = take(sizeof rows);
+    dev->upload(rows_dev, rows, sizeof rows);
+    for (int r = 0; r < R; r++) {
+        dev->sample(out, logits.dev, work, rows_dev + r, NULL, 1, V);
+        Sampled *got = fetch_raw(out, sizeof *out);
+        int want = reference_draw(logits.host, V, &rows[r]);
+        check(got->id == want, "sample V=%d top_k=%d top_p=%g: %d, wanted %d", V, rows[r].how.top_k, rows[r].how.top_p,
+              got->id, want);
+        free(got);
+    }
     reset((Array[]){logits}, 1);
 }
 
@@ -616,6 +687,8 @@ int main(int argc, char **argv) {
         test_attention_paged(type, 2, (int[]){300, 16}, (int[]){1, 16}, 4, 4, 20, 0);
         test_attention_paged(type, 2, (int[]){70, 131}, (int[]){70, 3}, 40, 1, 128, 0);
         test_attention_paged(type, 2, (int[]){90, 131}, (int[]){90, 3}, 4, 2, 64, 40);
+        test_attention_paged(type, 1, (int[]){113}, (int[]){10}, 4, 2, 64, 41); // the first row's keys begin at 63
+        test_attention_paged(type, 2, (int[]){20, 70}, (int[]){3, 1}, 130, 2, 8, 0);
         test_attention_paged(type, 2, (int[]){65, 200}, (int[]){2, 1}, 14, 2, 128, 0);
         test_attention_paged(type, 1, (int[]){300}, (int[]){40}, 4, 2, 80, 0);
         test_attention_segments(type, 1, (int[]){1}, 1, 4), test_attention_segments(type, 3, (int[]){64, 32, 4}, 4, 32);
@@ -625,8 +698,10 @@ int main(int argc, char **argv) {
     }
     for (Dtype type = Q8; dev->quantised && type <= Q4; type++) test_quantised_all(type);
     test_gather_rows();
+    test_sample_edges();
     test_sample(640);
-    if (!few) test_sample(33), test_sample(30011), test_sample_frequencies();
+    if (!few) test_sample(33), test_sample(30011), test_sample_floors(1100), test_sample_floors(30011);
+    if (!few) test_sample_frequencies();
     dev->release(pool, POOL + dev->scratch);
     if (staging) dev->release_host(staging, dev->staging);
     return check_end();
