@@ -1,7 +1,7 @@
 // vlm_cpu_pick.c: which of the builds of vlm_cpu.c is the CPU device. The Makefile compiles that file once for each
 // instruction set below, and the choice falls before main(), by what the processor says or by
-// VLM_CPU=avx512|avx2|plain. They differ by rounding: some sums go over as many lanes as a register has, and not every set
-// fuses a product and a sum.
+// VLM_CPU=avx512|avx2|plain. They differ by rounding: some sums go over as many lanes as a register has, and not every
+// set fuses a product and a sum.
 #include "vlm.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -29,7 +29,7 @@ static const struct {
     const Device *device;
     bool (*has)(void);
 } builds[] = {
-    // the best first
+// the best first
 #if defined(__x86_64__)
     {"avx512", &device_cpu_avx512, has_avx512},
     {"avx2", &device_cpu_avx2, has_avx2},
