@@ -481,8 +481,8 @@ INLINE void ask_for(const Ask *ask) {
 
 // What a tile of R rows at w asks for while it meets rows t.. of T of x. A lone row's w comes in the order of memory.
 // Else the tiles of x share the asking evenly, for memory works best without pause: of short rows, which follow one
-// another, for those of the tile after next; of longer ones for the next tile's slices, side by side, where two tiles
-// of x do best if both ask for all.
+// another, for those from one and a half tiles on; of longer ones for the next tile's slices, side by side, where two
+// tiles of x do best if both ask for all.
 INLINE Ask rows_ask(const char *w, size_t row_bytes, int R, int t, int T) {
     if (T == 1) return (Ask){w + LEAD, 64, 64, 1};
     bool wide = row_bytes > SLICE;
@@ -992,6 +992,9 @@ typedef struct Item {
     int b, h, first, last, lo, hi;
 } Item;
 
+// The first key that a row sees whose own is the one before `end`.
+INLINE int first_key(const Paged *a, int end) { return a->window > 0 && end > a->window ? end - a->window : 0; }
+
 // Item i of all: over sequences, then rows, then key heads. Past the last one it sees no keys.
 static Item paged_find(const Paged *a, int i) {
     int step = tokens_per_tile(a->H / a->H_kv), tile = i / a->H_kv;
@@ -999,8 +1002,7 @@ static Item paged_find(const Paged *a, int i) {
         int first = a->cu_seqlens[b] + tile * step, end = a->cu_seqlens[b + 1];
         if (first < end) {
             int last = first + step < end ? first + step : end, before = a->kv_len[b] - end;
-            int lo = a->window > 0 && before + first + 1 > a->window ? before + first + 1 - a->window : 0;
-            return (Item){b, i % a->H_kv, first, last, lo, before + last};
+            return (Item){b, i % a->H_kv, first, last, first_key(a, before + first + 1), before + last};
         }
         tile -= (end - a->cu_seqlens[b] + step - 1) / step;
     }
@@ -1025,8 +1027,8 @@ INLINE void paged_tile(const Paged *a, Dtype type, const Item *item, const Item 
     tile_begin(&t, (item->last - item->first) * heads, a->D);
     for (int r = 0; r < t.rows; r++) {
         int row = item->first + r / heads, head = h_first + r % heads, end = item->hi - (item->last - row) + 1;
-        int begin = a->window > 0 && end > a->window ? end - a->window : 0;
-        tile_query(&t, r, at(a->q, type, (size_t)row * a->stride + (size_t)head * a->D), begin, end);
+        const void *q = at(a->q, type, (size_t)row * a->stride + (size_t)head * a->D);
+        tile_query(&t, r, q, first_key(a, end), end);
     }
     const int32_t *table = a->block_table + (size_t)item->b * a->table_stride;
     for (int s = item->lo / CHUNK * CHUNK; s < item->hi; s += CHUNK) {
