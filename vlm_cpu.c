@@ -472,11 +472,22 @@ typedef struct Ask { // for weights that come later: n vectors in each step, at 
     int n;
 } Ask;
 
+// Into the first-level cache alone: what is met soon and once pushes nothing out of the next ones.
+INLINE void ask_once(const char *at) { __builtin_prefetch(at, 0, 0); }
+
 INLINE void ask_for(const Ask *ask) {
-    if (ask->n > 0) __builtin_prefetch(ask->at);
-    if (ask->n > 1) __builtin_prefetch(ask->at + ask->apart);
-    if (ask->n > 2) __builtin_prefetch(ask->at + 2 * ask->apart);
-    if (ask->n > 3) __builtin_prefetch(ask->at + 3 * ask->apart);
+    if (ask->n > 0) ask_once(ask->at);
+    if (ask->n > 1) ask_once(ask->at + ask->apart);
+    if (ask->n > 2) ask_once(ask->at + 2 * ask->apart);
+    if (ask->n > 3) ask_once(ask->at + 3 * ask->apart);
+}
+
+// Weights of tiles: many rows of x meet them later than that cache remembers.
+INLINE void ask_tile(const char *at, bool alone) {
+    if (alone)
+        ask_once(at);
+    else
+        __builtin_prefetch(at);
 }
 
 // What a tile of R rows at w asks for while it meets rows t.. of T of x. A lone row's w comes in the order of memory.
@@ -597,14 +608,14 @@ INLINE void tiles_dot(Dtype type, const char *w, size_t stride, const XGroup *co
     const size_t bytes = group_bytes(type);
     for (int g = 0; g < n; g++) {
         const char *scales = group_scales(type, w, g), *group = group_numbers(type, w, g);
-        for (int i = 0; ahead && g % 2 == 0 && i < tiles; i++) __builtin_prefetch(scales + i * stride + ahead);
+        for (int i = 0; ahead && g % 2 == 0 && i < tiles; i++) ask_tile(scales + i * stride + ahead, tiles == 1);
         vi dots[RX][QV];
         for (int t = 0; t < T; t++)
             for (int i = 0; i < vectors; i++) dots[t][i] = (vi){0} + x[t][g].start;
 #pragma GCC unroll 16
         for (int j = 0; j < 16; j++) {
             for (int i = 0; ahead && j % (1024 / bytes) == 0 && i < tiles; i++)
-                __builtin_prefetch(group + i * stride + ahead + j * bytes / 16);
+                ask_tile(group + i * stride + ahead + j * bytes / 16, tiles == 1);
             vi v[QV];
             for (int i = 0; i < vectors; i++) v[i] = tile_vector(type, group + i / PARTS * stride, j, i % PARTS);
             for (int t = 0; t < T; t++) {
@@ -710,9 +721,10 @@ static void cpu_linear(void *out, Dtype out_type, const void *x, const void *w, 
     for (int t = 0; t < T; t += step) {
         int rows = t + step < T ? step : T - t;
         a.rows = in_place ? (const char *)x + t * a.row_bytes : scratch;
+        if (!in_place && rows == 1) prepare_row(&a, type, x, t, 0, K); // takes less than the others' waiting for it
 #pragma omp parallel if ((size_t)rows * N * K > PARALLEL_MACS)
         {
-            if (!in_place) {
+            if (!in_place && rows > 1) {
 #pragma omp for schedule(static)
                 for (int i = 0; i < rows; i++) prepare_row(&a, type, x, t + i, i, K);
             }
