@@ -8,6 +8,8 @@
 #include <jansson.h>
 #include <math.h>
 #include <omp.h>
+#include <sched.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -194,6 +196,7 @@ static Device watch_device(const Device *inner, bool operations) {
 typedef struct Limits {
     double read;            // bytes a second from memory; 0: not known
     double peak[N_NUMBERS]; // operations a second, two for a multiply-add; 0: not known
+    double round_trip;      // seconds for a line of memory from one thread to another and back; 0: not known
 } Limits;
 
 // A thread's share of `bytes`, read once.
@@ -230,6 +233,27 @@ static double measure_read(void) {
         if (again && rate > best) best = rate;
     }
     munmap(buffer, bytes);
+    return best;
+}
+
+// A line that two threads write in turns: how far apart their cores are. Each operation's threads meet this way, and
+// cores that are far apart may have a link to memory each. Threads that share a core let one another go on.
+static double measure_round_trip(void) {
+    enum { TRIPS = 1000, PATIENCE = 10000 };
+    static _Alignas(128) atomic_int line;
+    double best = INFINITY;
+    for (int again = 0; again < 6; again++) {
+        double start = seconds_now(&device_cpu);
+        atomic_store(&line, 0);
+#pragma omp parallel num_threads(omp_get_max_threads() < 2 ? 1 : 2)
+        for (int turn = omp_get_thread_num(); turn < 2 * TRIPS && omp_get_num_threads() == 2; turn += 2) {
+            for (int spins = 0; atomic_load(&line) != turn; spins++)
+                if (spins > PATIENCE) sched_yield();
+            atomic_store(&line, turn + 1);
+        }
+        if (!atomic_load(&line)) return 0; // there is no other thread
+        best = fmin(best, (seconds_now(&device_cpu) - start) / TRIPS);
+    }
     return best;
 }
 
@@ -285,7 +309,7 @@ static double measure_chains(Chain chain, int each) {
 
 // What has no instruction of its own is computed in f32.
 static Limits measure_limits(void) {
-    Limits l = {.read = measure_read()};
+    Limits l = {.read = measure_read(), .round_trip = measure_round_trip()};
     double *p = l.peak;
 #if defined(__x86_64__)
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -653,6 +677,7 @@ static json_t *bench_json(const Pass *p, const Limits *l, bool profile) {
     for (int i = 0; i < p->n_stages; i++) json_array_append_new(stages, stage_json(&p->stages[i], l, profile));
     put_share(limits, "read", l->read), put_share(limits, "f32", l->peak[AS_F32]);
     put_share(limits, "bf16", l->peak[AS_BF16]), put_share(limits, "int8", l->peak[AS_INT8]);
+    put_share(limits, "round_trip_ns", l->round_trip * 1e9);
     size_t weights = p->model->file ? modelfile_bytes(p->model->file) : config_weight_bytes(&p->model->config);
     return json_pack("{s:s, s:i, s:s, s:I, s:o, s:o}", "device", p->inner->name, "threads", omp_get_max_threads(),
                      "type", dtype_name(p->model->config.text_type), "weights", (json_int_t)weights, "limits", limits,
@@ -666,6 +691,7 @@ static void bench_print(const json_t *o, const Limits *l, bool profile) {
     static const char *const names[] = {"f32", "bf16", "int8"};
     for (int i = 0; i < N_NUMBERS; i++)
         if (l->peak[i] > 0) printf(", %.0f G%s/s %s", l->peak[i] / 1e9, i == AS_INT8 ? "OP" : "FLOP", names[i]);
+    if (l->round_trip > 0) printf(", %.0f ns from one thread to another and back", l->round_trip * 1e9);
     printf("%s\n  %-13s%8s%11s%8s%11s%9s%9s%10s%9s\n", l->read > 0 ? "\n" : "", "stage", "tokens", "seconds", "spread",
            "tokens/s", "GB/s", "of read", "GFLOP/s", "of peak");
     size_t i;
@@ -686,7 +712,7 @@ bool bench_stages(const Model *model, const Device *device, const EngineOptions 
     bool ok = stages_parse(bench->stages ? bench->stages : usual, timed, &p.n_stages, err);
     Limits limits = {0};
     if (ok && bench->roofline)
-        limits = (Limits){bench->roofline->peak_bandwidth, {[AS_BF16] = bench->roofline->peak_flops}};
+        limits = (Limits){.read = bench->roofline->peak_bandwidth, .peak[AS_BF16] = bench->roofline->peak_flops};
     p.measure = ok && !bench->roofline && device == &device_cpu;
     if (p.measure) limits = measure_limits();
     memcpy(counted, timed, MAX_STAGES * sizeof *timed);

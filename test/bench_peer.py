@@ -93,10 +93,12 @@ def measure(a, name, kind, row):
             shares.append(share)
     ratios = sorted(x / y for x, y in zip(own, peer))
     middle = statistics.median
-    limit = "of_read" if row.startswith("decode") else "of_peak"
-    share = middle(s[limit] for s in stages) * 100
+    if row.startswith("decode"):  # what could be read differs from minute to minute
+        share = f"{middle(s['of_read'] for s in stages) * 100:.0f}% of {middle(s['read_limit'] for s in stages) / 1e9:.0f} GB/s"
+    else:
+        share = f"{middle(s['of_peak'] for s in stages) * 100:.0f}% of peak"
     print(f"| {name} {kind} | {row.replace('=', ' ')} | {middle(own):.1f} | {middle(peer):.1f} | **{middle(ratios):.2f}** | "
-          f"{ratios[0]:.2f} to {ratios[-1]:.2f} | {share:.0f}% of {'read' if limit == 'of_read' else 'peak'} | {middle(shares):.2f} |", flush=True)
+          f"{ratios[0]:.2f} to {ratios[-1]:.2f} | {share} | {middle(shares):.2f} |", flush=True)
 
 
 def rig_check(a, models):

@@ -61,7 +61,7 @@ def test_keys_and_counts(config):
     o = bench("--repeat", "2", "--threads", "1", "--stages", "vision=168,prefill=100,decode=1,decode=3")
     assert set(o) == {"device", "threads", "type", "weights", "limits", "stages"}
     assert o["device"] == "cpu" and o["threads"] == 1 and o["weights"] == os.path.getsize(MODEL)
-    assert all(o["limits"][k] > 0 for k in ("read", "f32", "bf16", "int8"))
+    assert all(o["limits"][k] > 0 for k in ("read", "f32", "bf16", "int8")) and o["limits"]["round_trip_ns"] is None
     vision, prefill, alone, three = o["stages"]
     for s in o["stages"]:
         assert set(s) == {"stage", "size"} | FIGURES
@@ -125,7 +125,7 @@ def test_wrong_usage(args, words):
 
 def test_limits_of_others_are_the_makers(config):
     o = bench("--stages", "decode=1", "--roofline", "h200")
-    assert o["limits"] == {"read": 4.8e12, "f32": None, "bf16": 9.89e14, "int8": None}
+    assert o["limits"] == {"read": 4.8e12, "f32": None, "bf16": 9.89e14, "int8": None, "round_trip_ns": None}
     assert 0 < o["stages"][0]["of_read"] < 1
 
 
@@ -175,7 +175,7 @@ def test_peer_ratios(peer):
     for _, stage, own, other, ratio, between, limit, others in rows:
         low, high = (float(x) for x in between.split(" to "))
         ratio = float(ratio.strip("*"))
-        assert low <= ratio <= high and 0 <= float(others) <= 1 and limit.endswith("read" if "decode" in stage else "peak")
+        assert low <= ratio <= high and 0 <= float(others) <= 1 and limit.endswith("GB/s" if "decode" in stage else "peak")
         assert ratio > 1000 if stage != "decode 3" else ratio < 1  # by what the scripts say
         assert float(own) > 0 and float(other) >= 0
 
