@@ -8,7 +8,6 @@
 #include <jansson.h>
 #include <math.h>
 #include <omp.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -212,7 +211,6 @@ static uint64_t read_through(const char *buffer, size_t bytes) {
 // Far more memory than caches hold, in large pages where there are such, so that page tables cost nothing.
 static double measure_read(void) {
     size_t bytes = (size_t)1 << 29;
-    int threads = omp_get_max_threads();
     char *buffer = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (buffer == MAP_FAILED) return 0;
 #ifdef MADV_HUGEPAGE
@@ -222,9 +220,9 @@ static double measure_read(void) {
     volatile uint64_t sink = 0;
     for (int again = 0; again < 6; again++) { // the first only makes the pages
         double start = seconds_now(&device_cpu);
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel
         {
-            size_t part = bytes / threads / 4096 * 4096;
+            size_t part = bytes / omp_get_num_threads() / 4096 * 4096;
             char *mine = buffer + part * omp_get_thread_num();
             if (!again) memset(mine, 1, part);
             sink += read_through(mine, part);
@@ -237,24 +235,25 @@ static double measure_read(void) {
 }
 
 // A line that two threads write in turns: how far apart their cores are. Each operation's threads meet this way, and
-// cores that are far apart may have a link to memory each. Threads that share a core let one another go on.
+// cores that are far apart may have a link to memory each. Not known where the two share a core: they stop waiting.
 static double measure_round_trip(void) {
-    enum { TRIPS = 1000, PATIENCE = 10000 };
+    enum { TRIPS = 1000, PATIENCE = 1 << 20 };
     static _Alignas(128) atomic_int line;
     double best = INFINITY;
-    for (int again = 0; again < 6; again++) {
+    if (omp_get_max_threads() < 2) return 0;
+    for (int again = 0; again < 5; again++) {
         double start = seconds_now(&device_cpu);
         atomic_store(&line, 0);
-#pragma omp parallel num_threads(omp_get_max_threads() < 2 ? 1 : 2)
-        for (int turn = omp_get_thread_num(); turn < 2 * TRIPS && omp_get_num_threads() == 2; turn += 2) {
-            for (int spins = 0; atomic_load(&line) != turn; spins++)
-                if (spins > PATIENCE) sched_yield();
+#pragma omp parallel num_threads(2)
+        for (int turn = omp_get_thread_num(); turn < 2 * TRIPS; turn += 2) {
+            int left = PATIENCE;
+            while (atomic_load(&line) != turn && left) left--;
+            if (!left) break;
             atomic_store(&line, turn + 1);
         }
-        if (!atomic_load(&line)) return 0; // there is no other thread
-        best = fmin(best, (seconds_now(&device_cpu) - start) / TRIPS);
+        if (atomic_load(&line) == 2 * TRIPS) best = fmin(best, (seconds_now(&device_cpu) - start) / TRIPS);
     }
-    return best;
+    return best < INFINITY ? best : 0;
 }
 
 // Twelve chains of one instruction, each waiting for itself only: enough to fill the units of any core so far. Whole
@@ -299,10 +298,11 @@ static double measure_chains(Chain chain, int each) {
     double best = 0;
     for (int again = 0; again < 5; again++) {
         double start = seconds_now(&device_cpu);
-#pragma omp parallel
-        run_chains(chain);
+        int threads = 0;
+#pragma omp parallel reduction(+ : threads)
+        run_chains(chain), threads++;
         double seconds = seconds_now(&device_cpu) - start;
-        best = fmax(best, (double)each * CHAINS * LINKS * omp_get_max_threads() / seconds);
+        best = fmax(best, (double)each * CHAINS * LINKS * threads / seconds);
     }
     return best;
 }

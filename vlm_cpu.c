@@ -472,7 +472,8 @@ typedef struct Ask { // for weights that come later: n vectors in each step, at 
     int n;
 } Ask;
 
-// Into the first-level cache alone: what is met soon and once pushes nothing out of the next ones.
+// Into the first-level cache, past the others where the processor can: a weight is met there once, or, by more than
+// XROWS rows, so slowly that it costs nothing to read it again.
 INLINE void ask_once(const char *at) { __builtin_prefetch(at, 0, 0); }
 
 INLINE void ask_for(const Ask *ask) {
@@ -482,7 +483,7 @@ INLINE void ask_for(const Ask *ask) {
     if (ask->n > 3) ask_once(ask->at + 3 * ask->apart);
 }
 
-// Weights of tiles: many rows of x meet them later than that cache remembers.
+// Weights of tiles: more than one row of x, or tile beside tile, meets them later than that cache remembers.
 INLINE void ask_tile(const char *at, bool alone) {
     if (alone)
         ask_once(at);
@@ -608,14 +609,14 @@ INLINE void tiles_dot(Dtype type, const char *w, size_t stride, const XGroup *co
     const size_t bytes = group_bytes(type);
     for (int g = 0; g < n; g++) {
         const char *scales = group_scales(type, w, g), *group = group_numbers(type, w, g);
-        for (int i = 0; ahead && g % 2 == 0 && i < tiles; i++) ask_tile(scales + i * stride + ahead, tiles == 1);
+        for (int i = 0; ahead && g % 2 == 0 && i < tiles; i++) ask_tile(scales + i * stride + ahead, T * tiles == 1);
         vi dots[RX][QV];
         for (int t = 0; t < T; t++)
             for (int i = 0; i < vectors; i++) dots[t][i] = (vi){0} + x[t][g].start;
 #pragma GCC unroll 16
         for (int j = 0; j < 16; j++) {
             for (int i = 0; ahead && j % (1024 / bytes) == 0 && i < tiles; i++)
-                ask_tile(group + i * stride + ahead + j * bytes / 16, tiles == 1);
+                ask_tile(group + i * stride + ahead + j * bytes / 16, T * tiles == 1);
             vi v[QV];
             for (int i = 0; i < vectors; i++) v[i] = tile_vector(type, group + i / PARTS * stride, j, i % PARTS);
             for (int t = 0; t < T; t++) {
@@ -721,10 +722,9 @@ static void cpu_linear(void *out, Dtype out_type, const void *x, const void *w, 
     for (int t = 0; t < T; t += step) {
         int rows = t + step < T ? step : T - t;
         a.rows = in_place ? (const char *)x + t * a.row_bytes : scratch;
-        if (!in_place && rows == 1) prepare_row(&a, type, x, t, 0, K); // takes less than the others' waiting for it
 #pragma omp parallel if ((size_t)rows * N * K > PARALLEL_MACS)
         {
-            if (!in_place && rows > 1) {
+            if (!in_place) {
 #pragma omp for schedule(static)
                 for (int i = 0; i < rows; i++) prepare_row(&a, type, x, t + i, i, K);
             }

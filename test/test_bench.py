@@ -123,6 +123,16 @@ def test_wrong_usage(args, words):
     refused(run("vlm", "bench", *args), *words, status=2)
 
 
+def test_round_trip():
+    """Two threads on two cores know how far apart they are, two on one core do not, and neither waits long."""
+    trip = bench("--stages", "decode=1", "--threads", "2")["limits"]["round_trip_ns"]
+    assert trip is None or 1 < trip < 1e5
+    core = str(min(os.sched_getaffinity(0)))
+    r = subprocess.run(["taskset", "-c", core, BUILD / "vlm", "bench", "-m", MODEL, "--stages", "decode=1", "--threads", "2"],
+                       capture_output=True, text=True, timeout=60)
+    assert r.returncode == 0 and "from one thread to another" not in r.stdout
+
+
 def test_limits_of_others_are_the_makers(config):
     o = bench("--stages", "decode=1", "--roofline", "h200")
     assert o["limits"] == {"read": 4.8e12, "f32": None, "bf16": 9.89e14, "int8": None, "round_trip_ns": None}
