@@ -596,7 +596,7 @@ static void stage_count(Stage *s, const Stage *counted, bool profile) {
         rest -= op->seconds;
     }
     if (profile && s->patches > 0) op_find(&ops, "patches")->seconds = s->patches * s->n;
-    if (profile) op_find(&ops, "engine")->seconds = rest - s->patches * s->n;
+    if (profile) op_find(&ops, "engine")->seconds = fmax(0, rest - s->patches * s->n); // patches were timed apart
     s->ops = ops;
 }
 
